@@ -1,0 +1,733 @@
+"""What to learn: structured configs, and how recipes and overrides become one frozen `Config`.
+
+A recipe is a YAML file. It is read, overridden, checked as a whole and resolved before anything heavy is
+imported; every problem is reported at once, with the file and line that it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, List, Optional, get_type_hints  # noqa: UP035  (OmegaConf reads these at run time)
+
+from .errors import ConfigError, listing
+
+PACKAGE_ROOT = Path(__file__).resolve().parent
+
+
+def _choice(default: str, *others: str):
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+# --------------------------------------------------------------------------------------------- the keys
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "???"
+    """Hub id, local folder, or `preset:<name>` for random weights (see `shapes.PRESETS`)."""
+    tokenizer: Optional[str] = None
+    """Hub id or folder; `train:<size>` trains a byte-level BPE on the training documents. null: the model's
+    own, or for a preset one of the preset's vocabulary size trained on the spot."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: about a third more math for a fraction of the memory."""
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    kind: str = _choice("full")
+    """`full` trains every weight."""
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    source: str = "???"
+    """wikitext-103 | wikitext-103-raw | wikitext-2 | openwebtext | text | code | jsonl | python-stdlib"""
+    split: Optional[str] = None
+    """train | validation | test. Where the data has no splits of its own, `validation` is a fixed `holdout`
+    share of the documents, chosen by their content, and `train` the others. null: every document."""
+    path: Optional[str] = None
+    """Local file or folder; null means `data.path`, and where that is null too, the hub."""
+    include: Optional[List[str]] = None
+    """Globs below a folder; null means the source's usual file types."""
+    exclude: Optional[List[str]] = None
+    """Globs below a folder to leave out."""
+    text_field: str = "text"
+    """The field of a JSONL or parquet row that holds the document."""
+    holdout: float = 0.01
+    """Share of the documents in `split: validation` where the data has no such split of its own."""
+    max_documents: Optional[int] = None
+    """Take only the first so many documents of this split."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: List[SourceConfig] = field(default_factory=list)
+    eval: List[SourceConfig] = field(default_factory=list)
+    """Held-out text for perplexity; an empty list trains without evaluation."""
+    seq_len: int = 2048
+    """Tokens per block."""
+    path: Optional[str] = None
+    """Where sources without a path of their own look."""
+    cache_dir: Optional[str] = None
+    """Token caches and preset weights; null: $DEEPSEEK_FT_CACHE or ~/.cache/deepseek_ft."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = 5e-5
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on matrices only: biases and norms are not decayed."""
+    betas: List[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    """Global gradient norm to clip at; 0 does not clip."""
+    schedule: str = _choice("cosine", "linear", "warmup", "wsd", "constant")
+    """After the warm-up: cosine or linear decay, flat for good (`warmup`: DeepSpeed's WarmupLR), flat and then
+    a linear decay (`wsd`). `constant` is flat from the first step."""
+    warmup_steps: Optional[int] = None
+    """Optimizer steps from 0 to the peak; null: none."""
+    warmup_ratio: Optional[float] = None
+    """The same as a share of all steps."""
+    warmup_type: str = _choice("linear", "log")
+    """`log` is the ramp that DeepSpeed's WarmupLR has by default (schedule `warmup` only)."""
+    min_lr_ratio: float = 0.0
+    """Floor of the decay, as a share of `lr`."""
+    decay_ratio: float = 0.2
+    """Share of all steps in which `wsd` decays."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    epochs: float = 1.0
+    max_steps: Optional[int] = None
+    """Optimizer steps; overrules `epochs`."""
+    micro_batch_size: int = 1
+    """Blocks per card and forward pass."""
+    grad_accum_steps: Optional[int] = None
+    """Forward passes per optimizer step; null: 1, or what `global_batch_size` asks for."""
+    global_batch_size: Optional[int] = None
+    """Blocks per optimizer step over all cards."""
+    precision: str = _choice("bf16", "fp16", "fp32")
+    log_steps: int = 10
+    eval_steps: Optional[int] = 500
+    """null: only before the first step and after the last."""
+    save_steps: Optional[int] = 500
+    """null: no checkpoints; the model folder at the end is written all the same."""
+    save_total_limit: int = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str = "???"
+    seed: int = 42
+    output_dir: str = "runs/${name}"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    method: MethodConfig = field(default_factory=MethodConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    strategy: str = "auto"
+    """How it is laid over the hardware: `auto` or a row of `strategies.STRATEGIES`."""
+    deepspeed: Optional[str] = None
+    """A DeepSpeed file of your own, instead of a strategy's."""
+    ranks: Optional[int] = None
+    """Processes to start; null: one per visible GPU or, where there is none, three on the CPU (the
+    three-card run in miniature)."""
+
+
+# Setting one of a pair in an override replaces the other of the recipe below it.
+ALTERNATIVES = [
+    ("optim.warmup_steps", "optim.warmup_ratio"),
+    ("train.grad_accum_steps", "train.global_batch_size"),
+    ("strategy", "deepspeed"),
+]
+PATH_KEYS = {"output_dir", "model.path", "model.tokenizer", "data.path", "data.cache_dir", "deepspeed"}
+
+# What the same thing is called elsewhere (Trainer, DeepSpeed, peers), and what removed arguments became.
+OTHER_NAMES = {
+    "learning_rate": "optim.lr",
+    "lr_scheduler_type": "optim.schedule",
+    "lr_scheduler": "optim.schedule",
+    "warmup_num_steps": "optim.warmup_steps",
+    "warmup": "optim.warmup_steps",
+    "adam_beta1": "optim.betas",
+    "adam_beta2": "optim.betas",
+    "adam_epsilon": "optim.eps",
+    "gradient_clipping": "optim.max_grad_norm",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "per_gpu_train_batch_size": "train.micro_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.grad_accum_steps",
+    "train_batch_size": "train.global_batch_size",
+    "fp16": "train.precision",
+    "bf16": "train.precision",
+    "logging_steps": "train.log_steps",
+    "evaluation_strategy": "train.eval_steps",
+    "eval_strategy": "train.eval_steps",
+    "save_strategy": "train.save_steps",
+    "block_size": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "max_length": "data.seq_len",
+    "sequence_len": "data.seq_len",
+    "cutoff_len": "data.seq_len",
+    "dataset": "data.train",
+    "model_name_or_path": "model.path",
+    "base_model": "model.path",
+    "model_name": "model.path",
+    "tokenizer_name": "model.tokenizer",
+    "overwrite_output_dir": "output_dir (an earlier run is never overwritten)",
+    "logging_dir": "output_dir",
+    "zero_stage": "strategy",
+    "num_gpus": "ranks",
+    "gpus": "ranks",
+}
+
+
+# ------------------------------------------------------------------------------- trees of values with origins
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value, the text it was written as (None from Python), and where."""
+
+    value: Any
+    text: str | None
+    origin: str
+
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]*\Z")
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?\Z")
+_WORDS = {"": None, "~": None, "null": None, "none": None, "true": True, "false": False}
+
+
+def _scalar(text: str) -> Any:
+    """The value of an unquoted YAML scalar, as YAML 1.2 reads it: `1e-5` is a number, `no` and `12:30` are not."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INT.match(text):
+        return int(text.replace("_", ""))
+    if _FLOAT.match(text) or text.lower().lstrip("+-") in (".inf", ".nan"):
+        return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+def _read_yaml(text: str, origin: str) -> dict:
+    """YAML text -> nested dicts and lists of `Leaf`.
+
+    Raises:
+        ConfigError: not YAML, not a mapping, or a key given twice.
+    """
+    import yaml
+
+    problems: list[str] = []
+
+    def convert(node) -> Any:
+        where = f"{origin}:{node.start_mark.line + 1}"
+        if isinstance(node, yaml.MappingNode):
+            tree: dict[str, Any] = {}
+            lines: dict[str, int] = {}
+            for key_node, value_node in node.value:
+                key = str(key_node.value)
+                line = key_node.start_mark.line + 1
+                if key in tree:
+                    problems.append(f"{key}: given twice, in lines {lines[key]} and {line} of {origin}; keep one")
+                tree[key], lines[key] = convert(value_node), line
+            return tree
+        if isinstance(node, yaml.SequenceNode):
+            return [convert(item) for item in node.value]
+        if node.style is None:  # unquoted
+            return Leaf(_scalar(node.value), node.value, where)
+        return Leaf(node.value, node.value, where)
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = {} if root is None else convert(root)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{origin}{line} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise ConfigError(f"{origin} is nested too deeply, or refers to itself") from None
+    if problems:
+        raise ConfigError(listing(f"{origin} cannot be read", problems))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{origin} holds {_describe(tree)}; a recipe is a mapping of keys such as `model:`, `data:`")
+    return tree
+
+
+def _from_python(value: Any, origin: str) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        tree: dict[str, Any] = {}
+        for key, item in value.items():
+            _put(tree, str(key), _from_python(item, origin), origin)
+        return tree
+    if isinstance(value, (list, tuple)):
+        return [_from_python(item, origin) for item in value]
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
+        value = value.item()  # a numpy scalar
+    return Leaf(value, None, origin)
+
+
+def _from_command_line(words: Sequence[str]) -> dict:
+    tree: dict[str, Any] = {}
+    seen: dict[str, str] = {}
+    problems = []
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign or not key.strip():
+            problems.append(f"{word!r} is not an override; write key=value, for example optim.lr=1e-5")
+            continue
+        key, text = key.strip().replace("[", ".").replace("]", ""), text.strip()
+        if key in seen:
+            problems.append(f"{key}: given twice, as {seen[key]} and {text}; keep one")
+            continue
+        seen[key] = text
+        if text[:1] in "[{" and text:
+            value = _read_yaml(f"value: {text}", f"command line: {word}")["value"]
+        else:
+            quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+            value = Leaf(text[1:-1] if quoted else _scalar(text), text[1:-1] if quoted else text, "command line")
+        _put(tree, key, value, "command line")
+    if problems:
+        raise ConfigError(listing("the overrides cannot be read", problems))
+    return tree
+
+
+def _put(tree: dict, dotted: str, value: Any, origin: str) -> None:
+    """Set `a.b.c` in a tree of dicts; a dict on both sides is merged."""
+    *parents, last = dotted.split(".")
+    for part in parents:
+        below = tree.setdefault(part, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{dotted} ({origin}): {part} is one value, not a section")
+        tree = below
+    if isinstance(value, dict) and isinstance(tree.get(last), dict):
+        for key, item in value.items():
+            _put(tree[last], key, item, origin)
+    else:
+        tree[last] = value
+
+
+def _get(tree: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _is_set(tree: dict, dotted: str) -> bool:
+    node = _get(tree, dotted)
+    return node is not None and not (isinstance(node, Leaf) and node.value is None)
+
+
+def _overlay(base: Any, layer: Any) -> Any:
+    """`layer` over `base`: dicts merge, an index such as `0` reaches into a list, everything else replaces."""
+    if isinstance(base, dict) and isinstance(layer, dict):
+        return {**base, **{k: _overlay(base[k], v) if k in base else v for k, v in layer.items()}}
+    if isinstance(base, list) and isinstance(layer, dict) and all(k.isdigit() and int(k) < len(base) for k in layer):
+        return [_overlay(item, layer[str(i)]) if str(i) in layer else item for i, item in enumerate(base)]
+    return layer
+
+
+def _stack(base: dict, layer: dict) -> dict:
+    for one, other in ALTERNATIVES:
+        for given, replaced in ((one, other), (other, one)):
+            if _is_set(layer, given) and not _is_set(layer, replaced) and _is_set(base, replaced):
+                layer = _overlay({}, layer)
+                base = _overlay(base, {})
+                *parents, last = replaced.split(".")
+                holder = base
+                for part in parents:
+                    holder[part] = dict(holder[part])
+                    holder = holder[part]
+                del holder[last]
+    return _overlay(base, layer)
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, node in items:
+        if isinstance(node, Leaf):
+            yield f"{prefix}{key}", node
+        else:
+            yield from _leaves(node, f"{prefix}{key}.")
+
+
+def _origin(node: Any) -> str:
+    if isinstance(node, Leaf):
+        return node.origin
+    return next((leaf.origin for _, leaf in _leaves(node)), "empty")
+
+
+def _describe(node: Any) -> str:
+    if isinstance(node, dict):
+        return "a section"
+    if isinstance(node, list):
+        return "a list"
+    value = node.value if isinstance(node, Leaf) else node
+    kind = {str: "text", bool: "true/false", int: "a number", float: "a number", type(None): "nothing"}
+    shown = "null" if value is None else repr(value)
+    return f"{shown} ({kind.get(type(value), type(value).__name__)})"
+
+
+# ------------------------------------------------------------------------------------------------ checking
+
+
+def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema; keys of a source as `data.train.<key>`."""
+    keys = []
+    for name, kind in get_type_hints(schema).items():
+        inner = kind.__args__[0] if getattr(kind, "__origin__", None) is list else kind
+        keys.append(f"{prefix}{name}")
+        if dataclasses.is_dataclass(inner):
+            keys += known_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def _unknown(dotted: str, node: Any) -> str:
+    generic = re.sub(r"\.\d+\.", ".", dotted)
+    leaf = generic.rsplit(".", 1)[-1]
+    keys = known_keys()
+    same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == leaf]
+    near_key = difflib.get_close_matches(generic, keys, n=1, cutoff=0.75)
+    near_leaf = difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in keys] + list(OTHER_NAMES), n=1, cutoff=0.7)
+    if leaf in OTHER_NAMES:
+        hint = f"Here it is called {OTHER_NAMES[leaf]}."
+    elif same_leaf:
+        hint = f"Did you mean {same_leaf[0]}?"
+    elif near_key:
+        hint = f"Did you mean {near_key[0]}?"
+    elif near_leaf:
+        meant = next((k for k in keys if k.rsplit(".", 1)[-1] == near_leaf[0]), None) or OTHER_NAMES[near_leaf[0]]
+        hint = f"Did you mean {meant}?"
+    else:
+        section = generic.rsplit(".", 1)[0] if "." in generic else ""
+        here = [k for k in keys if k.startswith(f"{section}.") or not section and "." not in k]
+        hint = f"Known here: {', '.join(here)}."
+    return f"{dotted}: unknown key ({_origin(node)}). {hint}"
+
+
+def _expected(kind: Any) -> str:
+    if getattr(kind, "__origin__", None) is list:
+        return f"a list of {'numbers' if kind.__args__[0] in (int, float) else 'texts'}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    args = [a for a in getattr(kind, "__args__", (kind,)) if a is not type(None)]
+    if getattr(args[0], "__origin__", None) is list:
+        return _expected(args[0])
+    return names.get(args[0], str(args[0]))
+
+
+def _assign(target, tree: dict, schema: type, prefix: str, problems: list[str]) -> None:
+    """Write a tree into an OmegaConf structured node, which checks the types; collect what does not go in."""
+    from omegaconf import OmegaConf, flag_override
+    from omegaconf.errors import OmegaConfBaseException
+
+    hints = get_type_hints(schema)
+    for key, node in tree.items():
+        dotted = f"{prefix}{key}"
+        if key not in hints:
+            problems.append(_unknown(dotted, node))
+            continue
+        kind = hints[key]
+        optional = type(None) in getattr(kind, "__args__", ())
+        core = next(a for a in kind.__args__ if a is not type(None)) if optional else kind
+        if dataclasses.is_dataclass(core):
+            if isinstance(node, dict):
+                _assign(target[key], node, core, f"{dotted}.", problems)
+            elif not (isinstance(node, Leaf) and node.value is None):
+                problems.append(f"{dotted}: expects a section of keys, got {_describe(node)} ({_origin(node)})")
+            continue
+        value: Any = None
+        if getattr(core, "__origin__", None) is list and dataclasses.is_dataclass(core.__args__[0]):
+            if not isinstance(node, list) or not all(isinstance(item, dict) for item in node):
+                problems.append(f"{dotted}: expects a list of sources such as [{{source: text, path: my/folder}}], "
+                                f"got {_describe(node)} ({_origin(node)})")  # fmt: skip
+                continue
+            value = []
+            for i, item in enumerate(node):
+                entry = OmegaConf.structured(core.__args__[0])
+                _assign(entry, item, core.__args__[0], f"{dotted}.{i}.", problems)
+                value.append(entry)
+        elif getattr(core, "__origin__", None) is list:
+            if isinstance(node, Leaf) and node.value is None and optional:
+                value = None
+            elif isinstance(node, list) and all(isinstance(item, Leaf) for item in node):
+                value = [item.text if core.__args__[0] is str and item.text is not None else item.value for item in node]
+                if core.__args__[0] is float:
+                    value = [float(v) if type(v) is int else v for v in value]
+            else:
+                problems.append(f"{dotted}: expects {_expected(core)} such as [a, b], got {_describe(node)} "
+                                f"({_origin(node)})")  # fmt: skip
+                continue
+        elif not isinstance(node, Leaf):
+            problems.append(f"{dotted}: expects {_expected(core)}, got {_describe(node)} ({_origin(node)})")
+            continue
+        else:
+            value = node.value
+            if core is str and value is not None and node.text is not None:
+                value = node.text
+            elif core is not str and isinstance(value, str) and "${" not in value:
+                value = _scalar(value)  # a quoted number is a number
+            if core is int and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            elif core is float and type(value) is int:
+                value = float(value)
+            elif core in (int, float) and isinstance(value, bool) or core is bool and type(value) in (int, float):
+                problems.append(f"{dotted}: expects {_expected(core)}, got {_describe(node)} ({node.origin})")
+                continue
+            elif core is str and value is not None and not isinstance(value, str):
+                problems.append(f"{dotted}: expects text, got {_describe(node)} ({node.origin})")
+                continue
+        try:
+            with flag_override(target, "readonly", False):
+                target[key] = value
+        except OmegaConfBaseException:
+            problems.append(f"{dotted}: expects {_expected(core)}, got {_describe(node)} ({_origin(node)})")
+
+
+def _resolve(cfg, origins: dict[str, str], problems: list[str]) -> None:
+    """Read every value once, so that an unset variable is known now and not minutes into the run."""
+    from omegaconf import ListConfig, OmegaConf, flag_override
+    from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+    def visit(node, prefix: str) -> None:
+        keys = range(len(node)) if isinstance(node, ListConfig) else list(node)
+        for key in keys:
+            dotted = f"{prefix}{key}"
+            where = f" ({origins[dotted]})" if dotted in origins else ""
+            try:
+                value = node[key]
+                if OmegaConf.is_config(value):
+                    visit(value, f"{dotted}.")
+                continue
+            except MissingMandatoryValue:
+                problems.append(f"{dotted}: required, and not given")
+            except InterpolationResolutionError as error:
+                problems.append(f"{dotted}: {str(error).splitlines()[0]}{where}; set it, or give the value itself")
+            except OmegaConfBaseException as error:
+                problems.append(f"{dotted}: {str(error).splitlines()[0]}{where}")
+            # Stand in for what cannot be read, so that everything else is still looked at.
+            default = OmegaConf.get_type(node) and getattr(OmegaConf.get_type(node), str(key), "")
+            with flag_override(node, "readonly", False):
+                node[key] = "" if not isinstance(default, (int, float)) else default
+
+    visit(cfg, "")
+
+
+def _expand_path(text: str | None) -> str | None:
+    return None if text is None else os.path.expanduser(os.path.expandvars(text))
+
+
+def _expand_paths(config: Config, origins: dict[str, str], problems: list[str]) -> Config:
+    def expand(dotted: str, text: str | None) -> str | None:
+        expanded = _expand_path(text)
+        unset = re.search(r"\$(\w+|\{[^}]*\})", expanded or "")
+        if unset:
+            where = f" ({origins[dotted]})" if dotted in origins else ""
+            problems.append(f"{dotted}: the environment variable in {text!r} is not set{where}")
+        return expanded
+
+    def section(name: str, value: Any) -> Any:
+        changed = {
+            f.name: expand(f"{name}.{f.name}", getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f"{name}.{f.name}" in PATH_KEYS
+        }
+        return dataclasses.replace(value, **changed)
+
+    def sources(name: str, items: list[SourceConfig]) -> list[SourceConfig]:
+        return [dataclasses.replace(s, path=expand(f"data.{name}.{i}.path", s.path)) for i, s in enumerate(items)]
+
+    data = section("data", config.data)
+    data = dataclasses.replace(data, train=sources("train", data.train), eval=sources("eval", data.eval))
+    return dataclasses.replace(
+        config,
+        output_dir=expand("output_dir", config.output_dir),
+        deepspeed=expand("deepspeed", config.deepspeed),
+        model=section("model", config.model),
+        data=data,
+    )
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    """What no single key shows: values outside their range, and settings that exclude each other."""
+    from .strategies import STRATEGIES
+
+    for owner, prefix in ((config.method, "method."), (config.optim, "optim."), (config.train, "train.")):
+        for f in dataclasses.fields(owner):
+            choices = f.metadata.get("choices")
+            value = getattr(owner, f.name)
+            if choices and value not in choices:
+                near = difflib.get_close_matches(str(value), choices, n=1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                yield f"{prefix}{f.name}: got {value!r}; known: {', '.join(choices)}.{hint}"
+    optim, train, data = config.optim, config.train, config.data
+    if config.strategy not in ("auto", *STRATEGIES):
+        near = difflib.get_close_matches(config.strategy, STRATEGIES, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        yield f"strategy: got {config.strategy!r}; known: auto, {', '.join(STRATEGIES)}.{hint}"
+
+    positive = {
+        "data.seq_len": data.seq_len, "train.epochs": train.epochs, "train.max_steps": train.max_steps,
+        "train.micro_batch_size": train.micro_batch_size, "train.grad_accum_steps": train.grad_accum_steps,
+        "train.global_batch_size": train.global_batch_size, "train.log_steps": train.log_steps,
+        "train.eval_steps": train.eval_steps, "train.save_steps": train.save_steps,
+        "train.save_total_limit": train.save_total_limit, "optim.lr": optim.lr, "optim.eps": optim.eps,
+        "ranks": config.ranks,
+    }  # fmt: skip
+    for key, value in positive.items():
+        if value is not None and not 0 < value < float("inf"):
+            yield f"{key}: got {value}; it must be above 0"
+    for key, value, low, high in (
+        ("optim.weight_decay", optim.weight_decay, 0, float("inf")),
+        ("optim.max_grad_norm", optim.max_grad_norm, 0, float("inf")),
+        ("optim.min_lr_ratio", optim.min_lr_ratio, 0, 1),
+        ("optim.decay_ratio", optim.decay_ratio, 0, 1),
+        ("optim.warmup_ratio", optim.warmup_ratio, 0, 1),
+        ("optim.warmup_steps", optim.warmup_steps, 0, float("inf")),
+    ):
+        if value is not None and not low <= value <= high:
+            yield f"{key}: got {value}; it must be {'at least 0' if high > 1 else 'between 0 and 1'}"
+    if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
+        yield f"optim.betas: got {list(optim.betas)}; two numbers from 0 to below 1, such as [0.9, 0.999]"
+    if data.seq_len == 1:
+        yield "data.seq_len: got 1; a block of one token has no next token to predict"
+
+    if optim.warmup_steps is not None and optim.warmup_ratio is not None:
+        yield "optim.warmup_steps and optim.warmup_ratio are both set; keep one"
+    if train.grad_accum_steps is not None and train.global_batch_size is not None:
+        yield "train.grad_accum_steps and train.global_batch_size are both set; keep one, the other follows"
+    if config.strategy != "auto" and config.deepspeed is not None:
+        yield (f"strategy ({config.strategy}) and deepspeed ({config.deepspeed}) are both set; the file is a strategy "
+               "of its own, keep one")  # fmt: skip
+    if optim.schedule == "constant" and (optim.warmup_steps or optim.warmup_ratio):
+        yield "optim.schedule is constant, which has no warm-up; set optim.warmup_steps=0 or optim.schedule=warmup"
+    if optim.min_lr_ratio and optim.schedule in ("constant", "warmup"):
+        yield f"optim.min_lr_ratio is {optim.min_lr_ratio}, but schedule {optim.schedule} never comes down; set it to 0"
+    if optim.warmup_type == "log" and optim.schedule != "warmup":
+        yield f"optim.warmup_type log belongs to schedule warmup (DeepSpeed's WarmupLR), got {optim.schedule}"
+
+    if not data.train:
+        yield "data.train: no source to train on"
+    for name, sources in (("train", data.train), ("eval", data.eval)):
+        for i, source in enumerate(sources):
+            here = f"data.{name}.{i}"
+            if source.split not in (None, "train", "validation", "test"):
+                yield f"{here}.split: got {source.split!r}; known: train, validation, test"
+            if not 0 < source.holdout < 1:
+                yield f"{here}.holdout: got {source.holdout}; a share between 0 and 1, such as 0.01"
+            if source.max_documents is not None and source.max_documents < 1:
+                yield f"{here}.max_documents: got {source.max_documents}; it must be above 0"
+
+
+# ------------------------------------------------------------------------------------------------- recipes
+
+
+def resource_dir(name: str) -> Path:
+    """`recipes` or `ds_configs`: inside an installed package, beside it in a checkout or an editable install."""
+    inside, beside = PACKAGE_ROOT / name, PACKAGE_ROOT.parent / name
+    return inside if inside.is_dir() else beside
+
+
+def list_recipes() -> dict[str, str]:
+    """Name -> what the first line of its head comment says."""
+    root = resource_dir("recipes")
+    recipes = {}
+    for path in sorted(root.rglob("*.yaml")):
+        first = path.read_text(encoding="utf-8").split("\n", 1)[0]
+        recipes[path.relative_to(root).with_suffix("").as_posix()] = first.lstrip("# ").strip()
+    return recipes
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a shipped recipe's name, or of a path to one's own.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    shipped = resource_dir("recipes") / f"{name}.yaml"
+    if shipped.is_file():
+        return shipped
+    own = Path(name).expanduser()
+    for path in (own, own.with_name(own.name + ".yaml")):
+        if path.is_file():
+            return path
+    names = list(list_recipes())
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    near = near or [n for n in names if n.rsplit("/", 1)[-1] == name.rsplit("/", 1)[-1]]
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Shipped: {', '.join(names)}."
+    raise ConfigError(f"no recipe named {name!r}, and no such file in {Path.cwd()}. {hint}")
+
+
+def load_config(
+    recipe: str | os.PathLike | Mapping | Config,
+    overrides: Sequence[str] | Mapping | None = None,
+    **sections: Any,
+) -> Config:
+    """One frozen, fully resolved `Config`.
+
+    Args:
+        recipe: a shipped recipe's name, a YAML file, a mapping, or a `Config` to start from.
+        overrides: `["optim.lr=1e-5", ...]` as on the command line, or a (nested or dotted) mapping.
+        sections: the same by keyword, `train={"max_steps": 20}, seed=1`; they win over `overrides`.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    from omegaconf import OmegaConf
+
+    if isinstance(recipe, (str, os.PathLike)):
+        path = find_recipe(os.fspath(recipe))
+        label = f"recipe {os.fspath(recipe)!r}"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        tree = _read_yaml(text, path.name)
+    else:
+        label = "the given config"
+        tree = _from_python(recipe, "given config")
+        if not isinstance(tree, dict):
+            raise ConfigError(f"a recipe is a name, a file or a mapping, got {_describe(tree)}")
+
+    if isinstance(overrides, str):
+        overrides = [overrides]
+    layer = _from_python(overrides, "overrides") if isinstance(overrides, Mapping) else _from_command_line(overrides or [])
+    tree = _stack(tree, layer)
+    tree = _stack(tree, _from_python(sections, "keyword argument"))
+
+    problems: list[str] = []
+    cfg = OmegaConf.structured(Config)
+    _assign(cfg, tree, Config, "", problems)
+    origins = {dotted: leaf.origin for dotted, leaf in _leaves(tree)}
+    _resolve(cfg, origins, problems)
+    config = _expand_paths(OmegaConf.to_object(cfg), origins, problems)
+    problems += _contradictions(config)
+    if problems:
+        raise ConfigError(listing(f"{label} cannot be used", problems))
+    return config
+
+
+def to_dict(config: Config) -> dict:
+    """Plain containers, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """A YAML recipe that `load_config` reads back to the same `Config`."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))

@@ -1,0 +1,126 @@
+"""What a model is made of, from the numbers in its config.json: no torch, no download."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+
+# Random-weight models, as config.json would say it. The `tiny-*` are for tests and quick starts.
+_TINY = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 6,
+         "num_key_value_heads": 6, "vocab_size": 4096, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}  # fmt: skip
+_TINY_MLA_MOE = {**_TINY, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+                 "v_head_dim": 16, "head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2,
+                 "n_shared_experts": 1, "moe_intermediate_size": 96, "first_k_dense_replace": 1, "n_group": 1,
+                 "topk_group": 1}  # fmt: skip
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny-llama": {"model_type": "llama", **_TINY},
+    "tiny-qwen2": {"model_type": "qwen2", **_TINY, "num_key_value_heads": 2},
+    "tiny-qwen3": {"model_type": "qwen3", **_TINY, "num_key_value_heads": 2, "head_dim": 16},
+    "tiny-v2": {"model_type": "deepseek_v2", **_TINY_MLA_MOE},
+    "tiny-v3": {"model_type": "deepseek_v3", **_TINY_MLA_MOE, "q_lora_rank": 48, "norm_topk_prob": True},
+    "mini-v3": {
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 448, "intermediate_size": 1792,
+        "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 256,
+        "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "head_dim": 32,
+        "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 224,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    model_type: str
+    parameters: int
+    embedding_parameters: int
+    """Embedding and head together (once when tied)."""
+    hidden_size: int
+    layers: int
+    vocab_size: int
+    max_positions: int
+    dtype: str | None
+    """Of the checkpoint, when the config says so."""
+
+
+def _attention(c: Mapping[str, Any], h: int, heads: int) -> int:
+    if "kv_lora_rank" in c and c["kv_lora_rank"]:  # multi-head latent attention, arXiv:2405.04434 §2.1
+        qk = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
+        rank = c.get("q_lora_rank")
+        query = h * rank + rank + rank * heads * qk if rank else h * heads * qk
+        kv = h * (c["kv_lora_rank"] + c["qk_rope_head_dim"]) + c["kv_lora_rank"]
+        up = c["kv_lora_rank"] * heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
+        return query + kv + up + heads * c["v_head_dim"] * h
+    kv_heads = c.get("num_key_value_heads") or heads
+    head_dim = c.get("head_dim") or h // heads
+    weights = h * heads * head_dim * 2 + 2 * h * kv_heads * head_dim
+    if c["model_type"] == "qwen2":  # biases on q, k, v
+        weights += heads * head_dim + 2 * kv_heads * head_dim
+    if c["model_type"] == "qwen3":  # norms on the heads of q and k
+        weights += 2 * head_dim
+    if c.get("attention_bias") and c["model_type"] in ("llama", "qwen3"):
+        weights += heads * head_dim + 2 * kv_heads * head_dim + h
+    return weights
+
+
+def _feed_forward(c: Mapping[str, Any], h: int, layer: int) -> int:
+    if c.get("n_routed_experts") and layer >= c.get("first_k_dense_replace", 0):
+        experts = c["n_routed_experts"] + (c.get("n_shared_experts") or 0)
+        router = h * c["n_routed_experts"]
+        return experts * 3 * h * c["moe_intermediate_size"] + router
+    bias = c.get("mlp_bias") and c["model_type"] == "llama"
+    return 3 * h * c["intermediate_size"] + (2 * c["intermediate_size"] + h if bias else 0)
+
+
+SUPPORTED = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+
+
+def shape_from_config(c: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """`ModelShape` of a transformers config.
+
+    Raises:
+        ConfigError: an architecture that this library does not know, or a key that it needs is missing.
+    """
+    kind = c.get("model_type")
+    if kind not in SUPPORTED:
+        raise ConfigError(f"{where}: model_type is {kind!r}; known: {', '.join(SUPPORTED)}")
+    try:
+        h, heads, layers, vocab = (c[k] for k in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"))
+        body = sum(_attention(c, h, heads) + _feed_forward(c, h, i) + 2 * h for i in range(layers)) + h
+    except KeyError as error:
+        raise ConfigError(f"{where}: {error.args[0]} is missing, which a {kind} model needs") from None
+    tied = c.get("tie_word_embeddings", False)
+    embedding = vocab * h * (1 if tied else 2)
+    dtype = c.get("dtype") or c.get("torch_dtype")
+    return ModelShape(kind, body + embedding, embedding, h, layers, vocab, c.get("max_position_embeddings", 0), dtype)
+
+
+def find_shape(model_path: str) -> ModelShape | None:
+    """Shape of a preset or of a local folder; None for a hub id, whose config is not on this machine.
+
+    Raises:
+        ConfigError: an unknown preset, or a folder without a usable config.json.
+    """
+    if model_path.startswith("preset:"):
+        name = model_path.removeprefix("preset:")
+        if name not in PRESETS:
+            raise ConfigError(f"model.path: no preset {name!r}; known: {', '.join(PRESETS)}")
+        return shape_from_config(PRESETS[name], model_path)
+    folder = Path(model_path)
+    if not folder.exists():
+        looks_local = model_path.startswith((".", "/", "~")) or model_path.count("/") != 1
+        if looks_local:
+            raise ConfigError(f"model.path: there is no folder {model_path!r}, and a hub id has the form owner/name")
+        return None
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model.path: {folder} holds no config.json; it is not a model folder")
+    try:
+        return shape_from_config(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
