@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from . import deepspeed_config
+from . import ops as ops_module
 from .config import Config, resource_dir
 from .errors import PlanError, listing
 from .hardware import GIB, Hardware, probe
@@ -152,8 +153,6 @@ def plan_run(
         PlanError: it cannot work on this hardware.
         ConfigError: the model path, or a DeepSpeed file that contradicts the recipe.
     """
-    from .launch import ops_available
-
     hardware = hardware or probe()
     shape = find_shape(config.model.path)
     notes: list[str] = []
@@ -183,12 +182,15 @@ def plan_run(
         raise PlanError(f"strategy {strategy.name} runs in {' or '.join(strategy.precisions)} only, got "
                         f"train.precision={config.train.precision}")  # fmt: skip
 
+    if hardware.device == "cpu" and config.train.precision == "fp16" and not strategy.deepspeed:
+        raise PlanError(f"strategy {strategy.name} has no fp16 on the CPU; use train.precision=bf16, or a zero strategy")
+
     ops = []
     if strategy.deepspeed and hardware.device == "cpu" and world_size > 1:
         ops.append("shm_comm")
     if strategy.offload_optimizer:
         ops.append("cpu_adam")
-    if ops and not (ops_available(ops) if can_build_ops is None else can_build_ops):
+    if ops and not (ops_module.available(ops) if can_build_ops is None else can_build_ops):
         cure = "install a C++ compiler (Debian, Ubuntu: apt-get install g++)"
         if hardware.device == "cuda" or launched_ranks is not None:
             raise PlanError(

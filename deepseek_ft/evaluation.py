@@ -1,0 +1,67 @@
+"""Perplexity on held-out blocks: sums of negative log likelihood, whatever the batch size and the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .data.blocks import Blocks
+
+
+@torch.no_grad()
+def block_nll(
+    model: Callable, blocks: Blocks | Sequence[dict], batch_size: int, device: torch.device, rank: int = 0, world_size: int = 1
+) -> np.ndarray:
+    """Negative log likelihood of each block's targets, in nats, shape `(len(blocks),)`, the same on every rank.
+
+    Each rank takes every `world_size`-th batch. A rank that has run out computes one more batch for nothing:
+    under ZeRO-3 every forward pass is collective. Only one row's logits `(T, V)` are held in fp32 at a time.
+    """
+    was_training = getattr(model, "training", False)
+    model.eval()
+    sums = torch.zeros(len(blocks), dtype=torch.float64, device=device)
+    starts = range(0, len(blocks), batch_size)
+    for turn in range(math.ceil(len(starts) / world_size)):
+        mine = turn * world_size + rank
+        start = starts[mine] if mine < len(starts) else 0
+        rows = range(start, min(start + batch_size, len(blocks)))
+        ids = torch.from_numpy(np.stack([blocks[i]["input_ids"] for i in rows])).to(device)
+        labels = torch.from_numpy(np.stack([blocks[i]["labels"] for i in rows])).to(device)
+        logits = model(input_ids=ids, use_cache=False).logits
+        if mine < len(starts):
+            for i, row in enumerate(rows):
+                sums[row] = torch.nn.functional.cross_entropy(
+                    logits[i, :-1].float(), labels[i, 1:], ignore_index=-100, reduction="sum"
+                )
+        del logits
+    if world_size > 1:
+        dist.all_reduce(sums)
+    if was_training:
+        model.train()
+    return sums.cpu().numpy()
+
+
+def summarise(nll: np.ndarray, blocks: Blocks, bytes_of_token: np.ndarray) -> dict[str, float]:
+    """Token-weighted figures of `block_nll`.
+
+    loss: nats per target token. perplexity: its exponential. bits_per_byte: bits per UTF-8 byte of the targets,
+    comparable between tokenizers (special tokens are scored and have no bytes). word_perplexity: exp(nats per byte
+    x bytes per white-space separated word), which for WikiText is the word-level perplexity of the literature up to
+    its end-of-line tokens. tokens: how many targets were scored; each block's first token has no prediction.
+    """
+    targets = np.asarray(blocks.ids[:, 1:])
+    tokens, total = targets.size, float(nll.sum())
+    target_bytes = int(bytes_of_token[targets].sum())
+    loss = total / tokens
+    figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
+    if target_bytes:
+        nats_per_byte = total / target_bytes
+        figures["bits_per_byte"] = nats_per_byte / math.log(2)
+        if any(source.startswith("wikitext") for source in blocks.stats.sources):
+            per_word = nats_per_byte * blocks.stats.text_bytes / max(1, blocks.stats.words)
+            figures["word_perplexity"] = math.exp(min(per_word, 700.0))
+    return figures

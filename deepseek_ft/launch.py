@@ -1,0 +1,299 @@
+"""Start the ranks, pass on what they say, and stop them. The only room that writes environment variables, and
+only for processes that it starts (or that a launcher started for nothing else than this run)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import errors
+from .config import Config
+from .errors import ConfigError, PlanError, RunError
+from .hardware import Hardware
+from .planner import Plan
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# accelerate reads these before Trainer's own arguments; one left over from another project drops DeepSpeed in silence.
+_ACCELERATE = "ACCELERATE_"
+_ERROR_FILE = "DEEPSEEK_FT_ERROR_FILE"
+_PACKAGE_PARENT = Path(__file__).resolve().parents[1]
+
+
+def launched_ranks() -> int | None:
+    """How many ranks a launcher (deepspeed, torchrun) started, when this process is one of them."""
+    if all(os.environ.get(name) for name in _RANK_VARIABLES):
+        return int(os.environ["WORLD_SIZE"])
+    return None
+
+
+def is_main_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+# ----------------------------------------------------------------------------------------------- environment
+
+
+def _defaults(hardware: Hardware, ranks_here: int, one_host: bool) -> dict[str, str]:
+    """What a rank should find in its environment unless the user has set it."""
+    values = {
+        "OMP_NUM_THREADS": str(max(1, hardware.cores // max(1, ranks_here))),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if hardware.device == "cpu":
+        values["DS_ACCELERATOR"] = "cpu"
+        if one_host:
+            values["GLOO_SOCKET_IFNAME"] = "lo"
+    if hardware.needs_no_p2p:
+        values |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    if shutil.which("ninja") is None:  # a virtual environment that is used without being activated
+        values["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    return values
+
+
+def child_environment(config: Config, plan: Plan, ranks_here: int) -> tuple[dict[str, str], list[str]]:
+    """The environment of the processes of a run, and notes on what was decided in it."""
+    notes = []
+    environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and k != "LOCAL_SIZE"}
+    dropped = sorted(k for k in environment if k.startswith(_ACCELERATE))
+    for name in dropped:
+        del environment[name]
+    if dropped:
+        notes.append(f"{', '.join(dropped)} left out of the ranks' environment: it would override the recipe")
+    for name, value in _defaults(plan.hardware, ranks_here, one_host=True).items():
+        if name == "PATH" or name not in environment:
+            environment[name] = value
+            if name == "NCCL_P2P_DISABLE":
+                notes.append("RTX 40 cards have no peer-to-peer: NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 set for the ranks")
+    if plan.device == "cuda":
+        cards = [gpu.index for gpu in plan.hardware.gpus[: plan.world_size]]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+        if len(cards) < len(plan.hardware.gpus):
+            notes.append(f"{len(cards)} of {len(plan.hardware.gpus)} visible GPUs used: {', '.join(cards)}")
+    if _needs_hub(config) and "HF_HUB_OFFLINE" not in environment and not _hub_answers():
+        environment["HF_HUB_OFFLINE"] = "1"
+        notes.append("the Hugging Face hub does not answer: only what is in its local cache can be used")
+    if "site-packages" not in _PACKAGE_PARENT.parts:  # a checkout that was never installed
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGE_PARENT), environment.get("PYTHONPATH")]))
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment, notes
+
+
+def adopt_rank_environment(config: Config, plan: Plan) -> None:
+    """In a rank that somebody else's launcher started: fill in what is missing, refuse what would be ignored.
+
+    Raises:
+        ConfigError: the environment would drop DeepSpeed.
+        PlanError: the launcher's port is taken.
+    """
+    conflicting = sorted(k for k in os.environ if k.startswith(_ACCELERATE))
+    if conflicting:
+        raise ConfigError(
+            f"{', '.join(conflicting)} in the environment would override the recipe (accelerate reads it first and can drop "
+            f"DeepSpeed in silence); run: unset {' '.join(conflicting)}"
+        )
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or plan.world_size)
+    one_host = os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost")
+    for name, value in _defaults(plan.hardware, local, one_host).items():
+        # torchrun puts OMP_NUM_THREADS=1 there itself, which leaves CPU Adam on one core.
+        if name == "PATH" or name not in os.environ:
+            os.environ[name] = value
+    if _needs_hub(config) and "HF_HUB_OFFLINE" not in os.environ and not _hub_answers():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    if is_main_rank() and not os.environ.get("TORCHELASTIC_RUN_ID"):
+        _check_port(int(os.environ["MASTER_PORT"]))
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            return
+        except OSError:
+            pass
+    import psutil
+
+    holder = ""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.status == "LISTEN" and connection.pid:
+                holder = f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
+    except psutil.Error:
+        pass
+    raise PlanError(f"port {port} is taken{holder}; start with another, as in deepspeed --master_port={port + 1} ..., or "
+                    "use `deepseek-ft train`, which finds a free one")  # fmt: skip
+
+
+def _needs_hub(config: Config) -> bool:
+    from .data.sources import HUB
+
+    names = [config.model.path, config.model.tokenizer or ""]
+    by_name = any(n and n.count("/") == 1 and not n.startswith((".", "/", "~")) and not Path(n).exists() for n in names)
+    sources = [*config.data.train, *config.data.eval]
+    return by_name or any(s.source in HUB and not (s.path or config.data.path) for s in sources)
+
+
+def _hub_answers(timeout_seconds: float = 4) -> bool:
+    """Whether the hub can be reached at all: its client would retry for most of a minute before it says no."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True  # only the client knows how to ask through a proxy
+    from urllib.parse import urlsplit
+
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        with socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=timeout_seconds):
+            return True
+    except OSError:
+        return False
+
+
+# -------------------------------------------------------------------------------------------------- processes
+
+
+def _command(plan: Plan, words: Sequence[str], hostfile: str | None) -> list[str]:
+    worker = ["-m", "deepseek_ft", *words]
+    if hostfile:
+        return [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--module", *worker[1:]]
+    if not plan.strategy.deepspeed and plan.world_size == 1:
+        return [sys.executable, *worker]
+    return [
+        sys.executable, "-m", "deepseek_ft.launch", f"--nproc-per-node={plan.world_size}", "--nnodes=1",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0", *worker,
+    ]  # fmt: skip
+
+
+def run_worker(words: Sequence[str], environment: dict[str, str]) -> None:
+    """One child process, such as the preparation before the ranks, whose output goes where ours goes."""
+    _run([sys.executable, "-m", "deepseek_ft", *words], environment, what=words[1])
+
+
+def start_ranks(plan: Plan, words: Sequence[str], environment: dict[str, str], hostfile: str | None = None) -> None:
+    """Run `python -m deepseek_ft WORDS` on every rank, until all have ended.
+
+    Raises:
+        RunError: a rank failed; the others have been stopped.
+        KeyboardInterrupt: after the ranks have been stopped.
+    """
+    _run(_command(plan, words, hostfile), environment, what="training")
+
+
+def _run(command: list[str], environment: dict[str, str], what: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="deepseek_ft_") as folder:
+        error_file = Path(folder, "error.json")
+        code = _wait(command, environment | {_ERROR_FILE: str(error_file)})
+        if code == 0:
+            return
+        if error_file.is_file():
+            told = json.loads(error_file.read_text(encoding="utf-8"))
+            raise getattr(errors, told["type"])(told["message"])
+    name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    raise RunError(f"{what} ended with {name}; the reason stands above")
+
+
+def report_error(error: errors.DeepSeekFTError) -> bool:
+    """In a worker: hand a user's error to the process that started it, which raises it as its own.
+
+    Returns:
+        False when nobody waits for it, and it must be shown here.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if path is None:
+        return False
+    try:
+        with open(path, "x", encoding="utf-8") as file:  # the first rank to fail speaks for all
+            json.dump({"type": type(error).__name__, "message": str(error)}, file)
+    except FileExistsError:
+        pass
+    return True
+
+
+def _wait(command: list[str], environment: dict[str, str]) -> int:
+    # In a session of its own: Ctrl-C reaches this process alone, which then stops the others in order.
+    in_notebook = "ipykernel" in sys.modules  # there, file descriptors 1 and 2 are not the cell's output
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if in_notebook else None,
+        stderr=subprocess.STDOUT if in_notebook else None,
+        text=in_notebook or None,
+        encoding="utf-8" if in_notebook else None,
+        errors="replace" if in_notebook else None,
+    )
+    try:
+        if in_notebook:
+            for line in process.stdout:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+        return process.wait()
+    except BaseException:
+        _stop(process)
+        raise
+
+
+def _stop(process: subprocess.Popen, patience_seconds: float = 20) -> None:
+    """SIGTERM to the launcher, which passes it on to its ranks; then SIGKILL to whatever is left of the session."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_seconds)
+        except subprocess.TimeoutExpired:
+            pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process when its parent dies, so that a killed launcher leaves no ranks behind."""
+    if sys.platform == "linux":
+        import ctypes
+
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def payload(config: Config, **more) -> str:
+    """A config and what else a worker needs, as one command-line word that also reaches other hosts."""
+    from .config import to_dict
+
+    return json.dumps({"config": to_dict(config), **more})
+
+
+def main() -> int:
+    """`python -m deepseek_ft.launch`: torchrun, whose failures end in one line instead of sixty."""
+    die_with_parent()
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # of this launcher; the ranks have their own
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(sys.argv[1:])
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        first, code = next(iter(codes.items()))
+        if code < 0:
+            sys.stderr.write(f"rank {first} was ended by {signal.Signals(-code).name}; the other ranks have been stopped\n")
+        elif code != 2:
+            sys.stderr.write(f"rank {first} failed with exit code {code}; the other ranks have been stopped\n")
+        return code if code > 0 else 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

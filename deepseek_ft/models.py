@@ -1,0 +1,254 @@
+"""Tokenizers and models: load or make them, and check that they are what they should be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .config import Config
+from .data.sources import Corpus
+from .errors import CheckpointError, ConfigError, DataError
+from .planner import Plan
+from .shapes import PRESETS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+
+# DeepSeek's own names; a tokenizer that is trained here wears them too.
+BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
+# Text on which broken tokenizers show: indentation, digits, Chinese, symbols, line ends (casebook of lost spaces).
+_PROBE = "def add(a, b):\n    return 12345 + b  # ≤ ℕ\r\n\t注意 空格，保留。 don't  \n\n"
+
+
+# ------------------------------------------------------------------------------------------------ tokenizers
+
+
+def tokenizer_source(config: Config, corpora: list[Corpus], cache_dir: Path) -> str:
+    """A hub id or a folder; a tokenizer that is to be trained is trained now, once per corpus and size."""
+    spec = config.model.tokenizer
+    if spec is None and config.model.path.startswith("preset:"):
+        preset = PRESETS[config.model.path.removeprefix("preset:")]
+        spec = f"train:{preset['vocab_size']}"
+    if spec is None:
+        return config.model.path
+    if not spec.startswith("train:"):
+        return spec
+    size = spec.removeprefix("train:")
+    if not size.isdigit() or int(size) < 300:
+        raise ConfigError(f"model.tokenizer: got {spec!r}; train:<size> needs a size of at least 300, such as train:4096")
+    return str(_train_tokenizer(corpora, int(size), cache_dir))
+
+
+def _train_tokenizer(corpora: list[Corpus], size: int, cache_dir: Path) -> Path:
+    """Byte-level BPE over the documents: any text survives the round trip."""
+    from filelock import FileLock
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    key = hashlib.blake2b(f"2|{size}|{[c.fingerprint for c in corpora]}".encode(), digest_size=16).hexdigest()
+    folder = cache_dir / "tokenizers" / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if folder.is_dir():
+            return folder
+        log.info("training a byte-level BPE tokenizer of %d tokens on the training documents", size)
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[BOS, EOS, PAD],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator((d for c in corpora for d in c.documents()), trainer)
+        building = folder.with_suffix(".building")
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
+        tokenizer.save(str(building / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD,
+                    "clean_up_tokenization_spaces": False}  # fmt: skip
+        (building / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")
+        building.replace(folder)
+    return folder
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder or hub id, checked: text comes back as it went in, ids are those of its own file.
+
+    Raises:
+        ConfigError: there is none, it has no end-of-sentence token, or it changes text.
+    """
+    from transformers import AutoTokenizer
+
+    settings = _tokenizer_settings(source)
+    options = {}
+    if "add_bos_token" in settings:  # transformers 5 ignores the file's wish when tokenizer.json exists
+        options["add_bos_token"] = bool(settings["add_bos_token"])
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, **options)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {source!r}: {reason}") from None
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ConfigError(f"model.tokenizer: {source!r} has no tokenizer.json, which fast tokenization needs")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.tokenizer: {source!r} names no eos_token; documents could not be told apart")
+    ids = tokenizer.backend_tokenizer.encode(_PROBE, add_special_tokens=False).ids
+    back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if back != _PROBE:
+        raise ConfigError(f"model.tokenizer: {source!r} does not give text back as it was: {_PROBE!r} became {back!r}")
+    file = Path(source, "tokenizer.json")
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        own = Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
+        if own != ids:
+            raise ConfigError(f"model.tokenizer: {type(tokenizer).__name__} splits text otherwise than {file} says: "
+                              f"{ids[:8]} against {own[:8]}; name the generic class in tokenizer_config.json "
+                              '("tokenizer_class": "PreTrainedTokenizerFast")')  # fmt: skip
+    sample = tokenizer("def add(a, b):")["input_ids"][:8]
+    log.info("tokenizer %s: %s tokens, eos %s (%d), first ids of 'def add(a, b):' %s", Path(source).name,
+             f"{len(tokenizer):,}", tokenizer.eos_token, tokenizer.eos_token_id, sample)  # fmt: skip
+    return tokenizer
+
+
+def _tokenizer_settings(source: str) -> dict:
+    file = Path(source, "tokenizer_config.json")
+    if not Path(source).is_dir():
+        try:
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(source, "tokenizer_config.json"))
+        except Exception:  # AutoTokenizer says it better
+            return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def tokenizer_id(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Identity by content: whatever changes an id changes this."""
+    return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode("utf-8"), digest_size=16).hexdigest()
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[int]:
+    """How many bytes of text each id stands for; 0 for special tokens.
+
+    In a byte-level vocabulary every character of an entry is one byte.
+    """
+    counts = [0] * max(vocab_size, len(tokenizer))
+    added = tokenizer.added_tokens_decoder
+    for token, i in tokenizer.get_vocab().items():
+        counts[i] = len(token)
+    for i, token in added.items():
+        counts[i] = 0 if token.special else len(token.content.encode("utf-8"))
+    return counts
+
+
+# --------------------------------------------------------------------------------------------------- models
+
+
+def model_source(config: Config, tokenizer: PreTrainedTokenizerFast, cache_dir: Path) -> str:
+    """A folder with weights: the model's own, the hub's (downloaded now), or a preset's, made once per seed."""
+    path = config.model.path
+    if path.startswith("preset:"):
+        return str(_make_preset(path.removeprefix("preset:"), tokenizer, config.seed, cache_dir))
+    if Path(path).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(path, allow_patterns=["*.safetensors", "*.json", "tokenizer*"])
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model.path: {path} is not a folder here and cannot be had from the Hugging Face hub: {reason}\n"
+                          "  Download it elsewhere and give its folder, or set HF_ENDPOINT to a mirror.") from None  # fmt: skip
+
+
+def _make_preset(name: str, tokenizer: PreTrainedTokenizerFast, seed: int, cache_dir: Path) -> Path:
+    """Random fp32 weights on disk, so that every strategy and rank starts from the same ones."""
+    from filelock import FileLock
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = dict(PRESETS[name])
+    kind = shape.pop("model_type")
+    if not len(tokenizer) <= shape["vocab_size"] <= 1.1 * len(tokenizer):
+        shape["vocab_size"] = math.ceil(len(tokenizer) / 64) * 64
+    shape |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+              "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
+    made_of = json.dumps([1, kind, shape, seed, torch.__version__], sort_keys=True)
+    folder = cache_dir / "presets" / f"{name}-{hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.is_dir():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=torch.float32)
+            building = folder.with_suffix(".building")
+            shutil.rmtree(building, ignore_errors=True)
+            model.save_pretrained(building)
+            building.replace(folder)
+    return folder
+
+
+def load_dtype(config: Config, plan: Plan) -> torch.dtype:
+    """16-bit only where DeepSpeed keeps the fp32 master weights; otherwise updates would be rounded away."""
+    if plan.strategy.deepspeed:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.train.precision]
+    return torch.float32
+
+
+def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Weights of a folder. Under ZeRO-3 each rank keeps its shard only, if the TrainingArguments exist already.
+
+    Raises:
+        CheckpointError: a weight is missing, unexpected or of another shape, or a file is broken.
+        ConfigError: the tokenizer has ids that the model has no row for.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, dtype=load_dtype(config, plan), output_loading_info=True
+        )
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"the model in {source} cannot be loaded: {type(error).__name__}: {reason}") from error
+    check_loading_info(info, source)
+    rows = model.config.vocab_size
+    if len(tokenizer) > rows:
+        raise ConfigError(f"the tokenizer has {len(tokenizer):,} ids, the model in {source} rows for {rows:,}; they do not "
+                          "belong together")  # fmt: skip
+    model.config.use_cache = False  # a cache is for generation; in training it only costs memory
+    return model
+
+
+def check_loading_info(info: dict, source: str) -> None:
+    """Weights that were not found stay random, and a training that goes on from them looks almost normal."""
+    problems = []
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        names = sorted(str(n) for n in info.get(kind) or ())
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            problems.append(f"{kind.replace('_', ' ')}: {', '.join(names[:3])}{more}")
+    if problems:
+        raise CheckpointError(f"the weights in {source} are not those of its config.json: {'; '.join(problems)}")
+
+
+def require_text(corpora: list[Corpus]) -> None:
+    """Fail before anything is built when a source has no document at all."""
+    for corpus in corpora:
+        if next(corpus.documents(), None) is None:
+            raise DataError(f"data {corpus.label}: no documents; check the path, the split and max_documents")
