@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from . import deepspeed_config
 from . import ops as ops_module
@@ -167,7 +168,7 @@ def plan_run(
                    for k in ("offload_optimizer", "offload_param")}  # fmt: skip
         stage = zero.get("stage", 0)
         strategy = Strategy(
-            config.deepspeed, "your own DeepSpeed file", stage=int(stage) if str(stage).isdigit() else 0,
+            Path(config.deepspeed).name, "your own DeepSpeed file", stage=int(stage) if str(stage).isdigit() else 0,
             offload_optimizer=offload["offload_optimizer"], offload_params=offload["offload_param"],
         )  # fmt: skip
     else:

@@ -1,0 +1,121 @@
+"""What a run says while it trains: every number to metrics.jsonl, a line or a bar to the person."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from .hardware import GIB
+
+log = logging.getLogger(__name__)
+
+
+def peak_memory_bytes(device: str) -> int:
+    """Of this rank so far: allocated on its GPU, or resident in the host's memory where there is none."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+class RunLog(TrainerCallback):
+    """Times the steps, asks for the last evaluation, writes metrics.jsonl and shows progress (rank 0)."""
+
+    def __init__(self, trainer, metrics_file: Path):
+        self.trainer = trainer
+        self.metrics_file = metrics_file
+        self.history: list[dict] = []
+        self.step_seconds = 0.0
+        """Time inside optimizer steps, without evaluation and checkpoints."""
+        self._began = self._marked_seconds = self._marked_tokens = 0.0
+        self._marked_step = self._first_step = 0
+        self._bar = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.assert_planned()
+        self._first_step = self._marked_step = state.global_step
+        if state.is_world_process_zero and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.step_seconds += time.perf_counter() - self._began
+        if self._bar is not None:
+            self._bar.update(1)
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+            control.should_evaluate = self.trainer.eval_blocks is not None
+        return control
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not logs or "train_runtime" in logs:
+            return
+        entry = {"step": state.global_step, "epoch": round(state.epoch or 0.0, 4), "time": round(time.time(), 3)}
+        if "loss" in logs:
+            tokens = float(self.trainer.target_tokens)  # waits for the device, as reading the loss already did
+            steps, seconds = state.global_step - self._marked_step, self.step_seconds - self._marked_seconds
+            # A block's first token is read but is no target; it counts as a token that was trained on.
+            seq_len = self.trainer.config.data.seq_len
+            rate = (tokens - self._marked_tokens) * seq_len / (seq_len - 1) / seconds if seconds else None
+            done = state.global_step - self._first_step
+            entry |= {
+                "loss": logs["loss"],
+                "learning_rate": logs["learning_rate"],
+                "grad_norm": logs.get("grad_norm"),
+                "tokens_per_second": rate,
+                "target_tokens": int(tokens),
+                "step_seconds": seconds / max(1, steps),
+                "peak_memory_bytes": peak_memory_bytes(self.trainer.plan.device),
+                "eta_seconds": self.step_seconds / max(1, done) * (state.max_steps - state.global_step),
+            }
+            self._marked_step, self._marked_seconds, self._marked_tokens = state.global_step, self.step_seconds, tokens
+        else:
+            entry |= {k: v for k, v in logs.items() if k != "epoch"}
+        self.history.append(entry)
+        if state.is_world_process_zero:
+            with open(self.metrics_file, "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+            self._show(entry, state.max_steps)
+
+    def _show(self, e: dict, total: int) -> None:
+        if "loss" in e:
+            parts = [f"step {e['step']}/{total}", f"loss {e['loss']:.4f}", f"lr {e['learning_rate']:.1e}"]
+            if e["grad_norm"] is not None:
+                parts.append(f"grad {e['grad_norm']:.2f}")
+            if e["tokens_per_second"]:
+                parts.append(f"{e['tokens_per_second']:,.0f} tok/s")
+            parts += [f"mem {e['peak_memory_bytes'] / GIB:.1f} GiB", f"eta {duration(e['eta_seconds'])}"]
+            line = " | ".join(parts)
+            if self._bar is not None:
+                self._bar.set_postfix_str(" | ".join(parts[1:-1]), refresh=False)
+                return
+        elif "eval_loss" in e:
+            line = f"step {e['step']}/{total} | held-out loss {e['eval_loss']:.4f} | perplexity {e['eval_perplexity']:,.2f}"
+            if "eval_bits_per_byte" in e:
+                line += f" | {e['eval_bits_per_byte']:.4f} bits per byte"
+        else:
+            return
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            log.info("%s", line)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._bar is not None:
+            self._bar.close()

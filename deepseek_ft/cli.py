@@ -1,0 +1,120 @@
+"""The command line. The only room that prints, exits, or sets up logging; heavy imports stay inside functions."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+
+from . import __version__
+from .errors import DeepSeekFTError
+
+_EPILOG = """\
+examples:
+  deepseek-ft train quickstart
+  deepseek-ft train deepseek-llm-7b/wikitext103_full data.path=wikitext-103 train.precision=bf16 --gpus 3
+  deepseek-ft recipes deepseek-coder-7b/code_full        show a recipe, resolved
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepseek-ft",
+        description="Fine-tune DeepSeek models on a few consumer cards.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"deepseek_ft {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    train = commands.add_parser("train", help="train a recipe", description="Train a recipe; starts the ranks itself.")
+    train.add_argument("recipe", help="a shipped recipe's name, or a YAML file")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-5 train.max_steps=100")
+    train.add_argument("--gpus", type=int, metavar="N", help="how many ranks; the first N visible GPUs (same as ranks=N)")
+    train.add_argument("--hostfile", help="DeepSpeed's hostfile, for ranks on several hosts")
+    group = train.add_mutually_exclusive_group()
+    group.add_argument("--resume", action="store_true", help="continue the unfinished run in output_dir")
+    group.add_argument("--new", action="store_true", help="start beside an unfinished run")
+
+    recipes = commands.add_parser("recipes", help="list the shipped recipes, or show one")
+    recipes.add_argument("recipe", nargs="?")
+    recipes.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
+
+
+def set_up_logging() -> None:
+    """Plain lines on standard error, from rank 0; warnings, also those of the libraries below, from every rank."""
+    from . import launch
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("deepseek_ft").setLevel(logging.INFO if launch.is_main_rank() else logging.WARNING)
+    # DeepSpeed calls collectives by names that torch has begun to rename; torch says so at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
+
+def guard(action: Callable[[], object]) -> int:
+    """Run an action; a user's error becomes its message and exit code, not a traceback."""
+    from . import launch
+
+    try:
+        action()
+    except DeepSeekFTError as error:
+        if not launch.report_error(error) and launch.is_main_rank():
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; everything saved so far is kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from .run import finetune
+
+    overrides = list(arguments.overrides)
+    if arguments.gpus is not None:
+        overrides.append(f"ranks={arguments.gpus}")
+    result = finetune(
+        arguments.recipe, overrides, resume=arguments.resume, new=arguments.new, hostfile=arguments.hostfile
+    )
+    print(result)
+
+
+def _recipes(arguments: argparse.Namespace) -> None:
+    from .config import list_recipes, load_config, to_yaml
+
+    if arguments.recipe:
+        print(to_yaml(load_config(arguments.recipe, arguments.overrides)), end="")
+        return
+    recipes = list_recipes()
+    width = max(map(len, recipes))
+    for name, summary in recipes.items():
+        print(f"{name:{width}}  {summary}")
+
+
+def _worker(words: list[str]) -> int:
+    """`worker STAGE TASK`: a process that a run started for itself."""
+    from . import launch
+
+    launch.die_with_parent()
+    set_up_logging()
+    from .run import worker
+
+    return guard(lambda: worker(words[0], words[-1]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["worker"]:
+        return _worker([w for w in words[1:] if not w.startswith("--local_rank")])
+    arguments = _parser().parse_args(words)
+    set_up_logging()
+    action = {"train": _train, "recipes": _recipes}[arguments.command]
+    try:
+        return guard(lambda: action(arguments))
+    except BrokenPipeError:  # as in `deepseek-ft recipes | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

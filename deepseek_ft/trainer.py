@@ -1,0 +1,167 @@
+"""Trainer and its arguments. Hugging Face owns the loop; here it learns the plan and proves that it follows it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+from . import evaluation
+from .config import Config
+from .data.blocks import Blocks
+from .errors import RunError
+from .planner import Plan, warmup_steps
+from .schedules import build_scheduler
+
+
+def build_training_args(config: Config, plan: Plan, run_dir: Path, total_steps: int) -> TrainingArguments:
+    """TrainingArguments of a planned run.
+
+    Building them starts the process group and, under ZeRO-3, makes every later `from_pretrained` load shards only,
+    for as long as the returned object lives (transformers' `HfDeepSpeedConfig`): build them before the model.
+    """
+    deepspeed = copy.deepcopy(plan.deepspeed)
+    if deepspeed is not None:
+        # The recipe's optimizer is built here under every strategy, with the same parameter groups; the block's
+        # values are the recipe's (checked) and serve those who use the file with a plain Trainer.
+        deepspeed.pop("optimizer", None)
+    optim, train = config.optim, config.train
+    return TrainingArguments(
+        output_dir=str(run_dir),
+        use_cpu=plan.device == "cpu",  # without it Trainer sees one rank where DeepSpeed sees all
+        deepspeed=deepspeed,
+        seed=config.seed,
+        data_seed=config.seed,
+        max_steps=total_steps,
+        per_device_train_batch_size=plan.micro_batch_size,
+        per_device_eval_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.grad_accum_steps,
+        average_tokens_across_devices=True,
+        learning_rate=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_epsilon=optim.eps,
+        max_grad_norm=optim.max_grad_norm,
+        optim="adamw_torch_fused" if plan.device == "cuda" else "adamw_torch",
+        lr_scheduler_type="constant",  # create_scheduler has the curve
+        warmup_steps=warmup_steps(config, total_steps),
+        bf16=train.precision == "bf16",
+        fp16=train.precision == "fp16",
+        activation_checkpointing=config.model.gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False} if config.model.gradient_checkpointing else None,
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=plan.device == "cuda",
+        remove_unused_columns=False,
+        logging_steps=train.log_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # a NaN loss is shown, not averaged away
+        eval_strategy="steps" if train.eval_steps and config.data.eval else "no",
+        eval_steps=train.eval_steps if config.data.eval else None,
+        save_strategy="steps" if train.save_steps else "no",
+        save_steps=train.save_steps or 500,
+        save_total_limit=train.save_total_limit,
+        report_to=[],
+        disable_tqdm=True,  # callbacks.py shows the progress
+        log_level="warning",
+    )
+
+
+class FineTuneTrainer(Trainer):
+    """`Trainer` with the recipe's learning-rate curve and a perplexity that does not depend on the batch size."""
+
+    def __init__(self, *, config: Config, plan: Plan, bytes_of_token: np.ndarray, eval_blocks: Blocks | None, **kwargs):
+        super().__init__(data_collator=default_data_collator, eval_dataset=eval_blocks, **kwargs)
+        self.config, self.plan = config, plan
+        self.eval_blocks, self.bytes_of_token = eval_blocks, bytes_of_token
+        self.last_block_nll: np.ndarray | None = None
+        self.target_tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        """Targets trained on so far, over all ranks; on the device, so that counting does not wait for it."""
+
+    def create_optimizer(self, model=None):
+        """The recipe's AdamW; where a strategy keeps the states on the host, DeepSpeed's own for the CPU."""
+        if self.optimizer is None and self.plan.strategy.offload_optimizer:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            decayed = set(self.get_decay_parameter_names(self.model))
+            named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+            groups = [
+                {"params": [p for n, p in named if n in decayed], "weight_decay": self.args.weight_decay},
+                {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+            ]
+            optim = self.config.optim
+            self.optimizer = DeepSpeedCPUAdam(
+                [g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, adamw_mode=True
+            )
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        """The recipe's curve, unless the DeepSpeed file has a scheduler (which was checked to say the same)."""
+        if self.lr_scheduler is None:
+            warmup = warmup_steps(self.config, num_training_steps)
+            self.lr_scheduler = build_scheduler(optimizer or self.optimizer, self.config.optim, num_training_steps, warmup)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        samples, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if targets is not None:
+            self.target_tokens += targets
+        return samples, targets
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        """Token-weighted loss, perplexity and bits per byte of the held-out blocks; see `evaluation.summarise`."""
+        with self.autocast_smart_context_manager():
+            self.last_block_nll = evaluation.block_nll(
+                self.model_wrapped, self.eval_blocks, self.args.per_device_eval_batch_size, self.args.device,
+                self.args.process_index, self.args.world_size,
+            )  # fmt: skip
+        figures = evaluation.summarise(self.last_block_nll, self.eval_blocks, self.bytes_of_token)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def engine_facts(self) -> dict:
+        """What really runs, read off the wrapped model."""
+        engine = self.model_wrapped
+        facts = {"engine": type(engine).__name__, "zero_stage": None, "world_size": self.args.world_size}
+        if hasattr(engine, "zero_optimization_stage"):
+            facts |= {
+                "zero_stage": int(engine.zero_optimization_stage()),
+                "engine_world_size": int(engine.dp_world_size),
+                "grad_accum_steps": int(engine.gradient_accumulation_steps()),
+                "gradient_clipping": float(engine.gradient_clipping()),
+                "fp16": bool(engine.fp16_enabled()),
+                "bf16": bool(engine.bfloat16_enabled()),
+            }
+        return facts
+
+    def assert_planned(self) -> dict:
+        """Compare what runs with the plan, once everything is wrapped and before the first step.
+
+        Raises:
+            RunError: DeepSpeed is not in use, or stage, ranks, accumulation, clipping or precision are others. All of
+                these have happened in silence: an environment variable is enough.
+        """
+        facts, plan, config = self.engine_facts(), self.plan, self.config
+        expected = {"world_size": plan.world_size}
+        if plan.strategy.deepspeed:
+            expected |= {
+                "engine": "DeepSpeedEngine",
+                "zero_stage": plan.strategy.stage,
+                "engine_world_size": plan.world_size,
+                "grad_accum_steps": plan.grad_accum_steps,
+                "gradient_clipping": config.optim.max_grad_norm,
+                "fp16": config.train.precision == "fp16",
+                "bf16": config.train.precision == "bf16",
+            }
+        elif plan.world_size > 1:
+            expected["engine"] = "DistributedDataParallel"
+        wrong = [f"{k} is {facts.get(k)}, planned {v}" for k, v in expected.items() if facts.get(k) != v]
+        if wrong:
+            raise RunError("what runs is not what was planned: " + "; ".join(wrong))
+        return facts
