@@ -41,10 +41,12 @@ class RunLog(TrainerCallback):
         """Time inside optimizer steps, without evaluation and checkpoints."""
         self._began = self._marked_seconds = self._marked_tokens = 0.0
         self._marked_step = self._first_step = 0
+        self._learning_rate = 0.0
         self._bar = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.assert_planned()
+        self.trainer.start_curve()
         self._first_step = self._marked_step = state.global_step
         if state.is_world_process_zero and sys.stderr.isatty():
             from tqdm import tqdm
@@ -53,6 +55,8 @@ class RunLog(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = time.perf_counter()
+        # What this update will really use: a scheduler inside DeepSpeed has moved on by the time Trainer logs.
+        self._learning_rate = self.trainer.optimizer.param_groups[0]["lr"]
 
     def on_step_end(self, args, state, control, **kwargs):
         self.step_seconds += time.perf_counter() - self._began
@@ -76,7 +80,7 @@ class RunLog(TrainerCallback):
             done = state.global_step - self._first_step
             entry |= {
                 "loss": logs["loss"],
-                "learning_rate": logs["learning_rate"],
+                "learning_rate": self._learning_rate,
                 "grad_norm": logs.get("grad_norm"),
                 "tokens_per_second": rate,
                 "target_tokens": int(tokens),

@@ -439,7 +439,8 @@ def _assign(target, tree: dict, schema: type, prefix: str, problems: list[str]) 
     for key, node in tree.items():
         dotted = f"{prefix}{key}"
         if key not in hints:
-            problems.append(_unknown(dotted, node))
+            inside = list(_leaves(node, f"{dotted}.")) if isinstance(node, dict) else []
+            problems += [_unknown(*leaf) for leaf in inside] or [_unknown(dotted, node)]
             continue
         kind = hints[key]
         optional = type(None) in getattr(kind, "__args__", ())

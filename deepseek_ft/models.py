@@ -182,6 +182,7 @@ def _make_preset(name: str, tokenizer: PreTrainedTokenizerFast, seed: int, cache
     """Random fp32 weights on disk, so that every strategy and rank starts from the same ones."""
     from filelock import FileLock
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
     shape = dict(PRESETS[name])
     kind = shape.pop("model_type")
@@ -199,7 +200,9 @@ def _make_preset(name: str, tokenizer: PreTrainedTokenizerFast, seed: int, cache
                 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=torch.float32)
             building = folder.with_suffix(".building")
             shutil.rmtree(building, ignore_errors=True)
+            disable_progress_bar()
             model.save_pretrained(building)
+            enable_progress_bar()
             building.replace(folder)
     return folder
 

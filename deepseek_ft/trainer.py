@@ -106,6 +106,16 @@ class FineTuneTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def start_curve(self) -> None:
+        """Line up a scheduler that DeepSpeed owns with the step count.
+
+        DeepSpeed's WarmupLR has no value for iteration 0 until it is stepped once, and its engine steps it after each
+        update: left alone, the first two updates would both have learning rate 0 and all others lag by one.
+        """
+        scheduler = getattr(self.model_wrapped, "lr_scheduler", None)
+        if self.plan.deepspeed and "scheduler" in self.plan.deepspeed and self.state.global_step == 0:
+            scheduler.step()
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         samples, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
         if targets is not None:

@@ -1,0 +1,89 @@
+"""Shared fixtures. Everything here is made on the spot or comes with Python: the tests need no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+BIN = Path(sys.executable).parent
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real files beside the checkout (../shared/data)")
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """The environment of a user's shell: no rank variables, no cache of another test session."""
+    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "DS_ACCELERATOR")
+    return {k: v for k, v in os.environ.items() if k not in drop} | more
+
+
+def run(*words: str | Path, cwd: Path, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess:
+    """A command as a user would type it; stdout and stderr together in `.stdout`."""
+    return subprocess.run(
+        [str(w) for w in words], cwd=cwd, env=env or clean_environment(), timeout=timeout, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, encoding="utf-8", errors="replace",
+    )  # fmt: skip
+
+
+def cli(*words: str | Path, cwd: Path, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess:
+    return run(sys.executable, "-m", "deepseek_ft", *words, cwd=cwd, env=env, timeout=timeout)
+
+
+def train(recipe: str | Path, *overrides: str, cwd: Path, **kwargs) -> dict:
+    """Train on the command line; run.json of a run that must have finished."""
+    done = cli("train", recipe, *overrides, cwd=cwd, **kwargs)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return newest_run(cwd)
+
+
+def newest_run(cwd: Path) -> dict:
+    runs = sorted(cwd.glob("runs/*/run.json"), key=lambda p: p.stat().st_mtime)
+    return json.loads(runs[-1].read_text()) | {"folder": runs[-1].parent}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory) -> Path:
+    """One token and preset cache for all tests; DeepSpeed's compiled ops stay in the user's own cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["DEEPSEEK_FT_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def code(tmp_path_factory) -> Path:
+    """Sixty real source files of Python's standard library."""
+    folder = tmp_path_factory.mktemp("code")
+    for path in sorted(STDLIB.glob("*.py"))[:60]:
+        shutil.copy(path, folder / path.name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(tmp_path_factory, code) -> Path:
+    """A recipe that trains a tiny model on real code in seconds: 8 steps, global batch 6, fp32."""
+    text = f"""
+name: tiny
+seed: 7
+output_dir: runs/${{name}}
+model: {{path: preset:tiny-v3, tokenizer: "train:600", gradient_checkpointing: false}}
+data:
+  path: {code}
+  train: [{{source: code, split: train, holdout: 0.1}}]
+  eval:  [{{source: code, split: validation, holdout: 0.1, max_documents: 3}}]
+  seq_len: 64
+optim: {{lr: 5.0e-3, schedule: cosine, warmup_steps: 2}}
+train: {{max_steps: 8, micro_batch_size: 2, global_batch_size: 6, precision: fp32, log_steps: 1, eval_steps: null, save_steps: null}}
+strategy: zero3
+"""
+    path = tmp_path_factory.mktemp("recipes") / "tiny.yaml"
+    path.write_text(text)
+    return path
