@@ -225,7 +225,10 @@ def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTok
 
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype=load_dtype(config, plan), output_loading_info=True
+            source,
+            dtype=load_dtype(config, plan),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are listed with the others, and refused below
         )
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
