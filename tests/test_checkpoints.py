@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deepseek_ft import CheckpointError
+from deepseek_ft.checkpoints import choose_run_dir, incomplete, newest_complete, saved_ranks, write_json
+
+
+def checkpoint(run_dir, step: int, ranks: int = 3):
+    folder = run_dir / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    save_file({"w": torch.zeros(100), "v": torch.ones(3)}, folder / "model.safetensors")
+    states = folder / f"global_step{step}"
+    states.mkdir()
+    (folder / "latest").write_text(states.name)
+    for rank in range(ranks):
+        (states / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"x")
+    return folder
+
+
+def damage_cut(c):
+    file = c / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def damage_empty(c):
+    for path in sorted(c.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+DAMAGES = {
+    "no state": lambda c: (c / "trainer_state.json").unlink(),
+    "half a state": lambda c: (c / "trainer_state.json").write_text('{"global'),
+    "empty folder": damage_empty,
+    "cut weights": damage_cut,
+    "longer weights": lambda c: open(c / "model.safetensors", "ab").write(b"junk"),
+    "empty weights": lambda c: (c / "model.safetensors").write_bytes(b""),
+    "no weights": lambda c: (c / "model.safetensors").unlink(),
+    "no states": lambda c: [p.unlink() for p in c.glob("global_step*/*")],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_checkpoint_is_passed_over(tmp_path, damage):
+    """Casebook CKP-3 and neighbours: whatever a crash leaves, resume goes to the newest one that is whole."""
+    good, bad = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
+    assert incomplete(bad) is None
+    DAMAGES[damage](bad)
+    assert incomplete(bad)
+    found, skipped = newest_complete(tmp_path)
+    assert found == good and "checkpoint-20" in skipped[0]
+
+
+def test_newest_is_by_number(tmp_path):
+    checkpoint(tmp_path, 9)
+    checkpoint(tmp_path, 100)
+    assert newest_complete(tmp_path)[0].name == "checkpoint-100"
+    assert saved_ranks(tmp_path / "checkpoint-100") == 3
+
+
+def finish(run_dir, status="finished"):
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_json(run_dir / "run.json", {"status": status})
+
+
+def test_a_new_run_never_goes_where_one_is(tmp_path):
+    base = tmp_path / "runs" / "x"
+    assert choose_run_dir(str(base), False, False) == (base, None, [])
+    finish(base)
+    assert choose_run_dir(str(base), False, False)[0].name == "x-2"
+    finish(tmp_path / "runs" / "x-2", "running")  # died before its first checkpoint: nothing to continue
+    folder, checkpoint_, notes = choose_run_dir(str(base), False, False)
+    assert folder.name == "x-3" and checkpoint_ is None and "taken" in notes[0]
+    (tmp_path / "runs" / "x-3").mkdir()  # an empty folder is free
+    assert choose_run_dir(str(base), False, False)[0].name == "x-3"
+
+
+def test_an_unfinished_run_asks(tmp_path):
+    base = tmp_path / "x"
+    finish(base, "running")
+    checkpoint(base, 10)
+    with pytest.raises(CheckpointError, match="--resume.*--new"):
+        choose_run_dir(str(base), False, False)
+    assert choose_run_dir(str(base), False, True)[0].name == "x-2"
+    folder, found, notes = choose_run_dir(str(base), True, False)
+    assert folder == base and found.name == "checkpoint-10" and "resuming" in notes[-1]
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no"):
+        choose_run_dir(str(tmp_path / "x"), True, False)
+    finish(tmp_path / "x")
+    with pytest.raises(CheckpointError, match="is finished"):
+        choose_run_dir(str(tmp_path / "x"), True, False)
+    finish(tmp_path / "y", "running")
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        choose_run_dir(str(tmp_path / "y"), True, False)
+    DAMAGES["no state"](checkpoint(tmp_path / "y", 5))
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        choose_run_dir(str(tmp_path / "y"), True, False)
+    (tmp_path / "z").write_text("a file")
+    with pytest.raises(CheckpointError, match="is a file"):
+        choose_run_dir(str(tmp_path / "z"), False, False)
