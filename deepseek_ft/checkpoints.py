@@ -33,44 +33,87 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return [p for _, p in sorted(found, reverse=True)]
 
 
-def incomplete(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, or None. Trainer writes trainer_state.json last."""
-    state = read_json(checkpoint / "trainer_state.json")
-    if not isinstance(state.get("global_step"), int):
-        return "trainer_state.json is missing or broken: the save was cut off"
-    weights = list(checkpoint.glob("*.safetensors"))
-    if not weights:
-        return "it holds no weights"
-    for file in weights:
+def _broken_tensors(file: Path) -> str | None:
+    """A safetensors file states its own length: 8 bytes, a JSON header, and data up to the last tensor's end."""
+    try:
         size = file.stat().st_size
         with open(file, "rb") as head:
             header = int.from_bytes(head.read(8), "little")
-            try:
-                tensors = json.loads(head.read(header)) if 0 < header < size else {}
-            except ValueError:
-                tensors = {}
+            tensors = json.loads(head.read(header)) if 0 < header < size else {}
         ends = [t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"]
-        if not ends or 8 + header + max(ends) != size:
-            return f"{file.name} is cut off or broken"
-    tag = checkpoint / "latest"
-    if tag.is_file() and not list((checkpoint / tag.read_text().strip()).glob("*_optim_states.pt")):
-        return "the optimizer states are missing"
-    return None
+        if ends and 8 + header + max(ends) == size:
+            return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError):
+        pass
+    return f"{file.name} is cut off or broken"
+
+
+def _optimizer_files(checkpoint: Path) -> list[Path] | None:
+    """DeepSpeed's optimizer states, one file a rank; None when DeepSpeed did not write this checkpoint."""
+    try:
+        tag = (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return [] if list(checkpoint.glob("global_step*")) else None
+    except (OSError, ValueError):
+        return []
+    return sorted((checkpoint / tag).glob("*_optim_states.pt")) if tag else []
 
 
 def saved_ranks(checkpoint: Path) -> int | None:
     """How many ranks wrote the optimizer states; None when they are not sharded."""
-    tag = checkpoint / "latest"
-    if not tag.is_file():
-        return None
-    return len(list((checkpoint / tag.read_text().strip()).glob("*_optim_states.pt"))) or None
+    files = _optimizer_files(checkpoint)
+    return None if files is None else len(files)
+
+
+def incomplete(checkpoint: Path, ranks: int | None = None) -> str | None:
+    """Why a checkpoint cannot be resumed from, or None. Trainer writes trainer_state.json last.
+
+    Args:
+        ranks: how many ranks the run had, if that is known.
+    """
+    state = read_json(checkpoint / "trainer_state.json")
+    if not isinstance(state.get("global_step"), int):
+        return "trainer_state.json is missing or broken: the save was cut off"
+    if f"checkpoint-{state['global_step']}" != checkpoint.name:
+        return f"trainer_state.json is of step {state['global_step']}"
+    index = checkpoint / "model.safetensors.index.json"
+    if index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            return f"{index.name} is broken"
+        weights = [checkpoint / str(name) for name in sorted(set(shards.values()))]
+    else:
+        weights = sorted(checkpoint.glob("*.safetensors"))
+    if not weights:
+        return "it holds no weights"
+    for file in weights:
+        if not file.is_file():
+            return f"{file.name} is missing"
+        if broken := _broken_tensors(file):
+            return broken
+    states = _optimizer_files(checkpoint)
+    if states is None:
+        states = [checkpoint / "optimizer.pt", checkpoint / "scheduler.pt"]
+    elif not states:
+        return "the optimizer states are missing"
+    else:
+        found = {int(m[1]) for f in states if (m := re.search(r"pp_rank_(\d+)_", f.name))}
+        expected = set(range(ranks if ranks is not None else max(found, default=0) + 1))
+        if found != expected:
+            return f"optimizer states are there of ranks {sorted(found)}, not of all {len(expected)}"
+    for file in states:
+        if not file.is_file() or file.stat().st_size == 0:
+            return f"{file.name} is missing or empty"
+    return None
 
 
 def newest_complete(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint to resume from, and what was passed over with the reason."""
     skipped = []
+    plan = read_json(run_dir / "run.json").get("plan") or {}
+    ranks = plan.get("world_size") if plan.get("deepspeed") is not None else None
     for checkpoint in checkpoints(run_dir):
-        reason = incomplete(checkpoint)
+        reason = incomplete(checkpoint, ranks)
         if reason is None:
             return checkpoint, skipped
         skipped.append(f"{checkpoint}: {reason}")
@@ -101,21 +144,35 @@ def choose_run_dir(output_dir: str, resume: bool, new: bool) -> tuple[Path, Path
         CheckpointError: that has to be said first, or there is nothing to resume.
     """
     base = Path(output_dir)
+    if base.name in ("", ".."):
+        base = base.resolve()
+    if not base.name:
+        raise CheckpointError(f"output_dir: {output_dir!r} cannot be a run's folder; name one, such as runs/my-run")
     notes: list[str] = []
     existing = []
-    for folder in _family(base):
-        if folder.exists() and not folder.is_dir():
-            raise CheckpointError(f"output_dir: {folder} is a file, not a folder")
-        if not folder.is_dir() or not any(folder.iterdir()):
-            free = folder
-            break
-        existing.append(folder)
+    try:
+        for folder in _family(base):
+            if folder.exists() and not folder.is_dir():
+                raise CheckpointError(f"output_dir: {folder} is a file, not a folder")
+            if not folder.is_dir() or not any(folder.iterdir()):
+                free = folder
+                break
+            existing.append(folder)
+        parent = next(p for p in (free, *free.resolve().parents) if p.exists())
+    except OSError as error:
+        raise CheckpointError(f"output_dir: {output_dir} cannot be used: {error.strerror}") from None
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"output_dir: {free} cannot be made, because {parent} is "
+                              f"{'not writable' if parent.is_dir() else 'a file'}")  # fmt: skip
     unfinished = [f for f in existing if not _is_finished(f) and checkpoints(f)]
 
     if resume:
         if not unfinished:
-            state = f"{existing[-1]} is finished" if existing else f"there is no {base}"
-            raise CheckpointError(f"nothing to resume: {state if not existing or _is_finished(existing[-1]) else f'{existing[-1]} has no checkpoint'}")
+            if not existing:
+                why = f"there is no {base}"
+            else:
+                why = f"{existing[-1]} {'is finished' if _is_finished(existing[-1]) else 'has no checkpoint'}"
+            raise CheckpointError(f"nothing to resume: {why}")
         run_dir = unfinished[-1]
         checkpoint, skipped = newest_complete(run_dir)
         if checkpoint is None:

@@ -32,8 +32,12 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a recipe", description="Train a recipe; starts the ranks itself.")
     train.add_argument("recipe", help="a shipped recipe's name, or a YAML file")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-5 train.max_steps=100")
-    train.add_argument("--gpus", type=int, metavar="N", help="how many ranks; the first N visible GPUs (same as ranks=N)")
+    train.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for example optim.lr=1e-5 train.max_steps=100"
+    )
+    train.add_argument(
+        "--gpus", type=int, metavar="N", help="how many ranks; the first N visible GPUs (same as ranks=N)"
+    )
     train.add_argument("--hostfile", help="DeepSpeed's hostfile, for ranks on several hosts")
     group = train.add_mutually_exclusive_group()
     group.add_argument("--resume", action="store_true", help="continue the unfinished run in output_dir")
@@ -103,14 +107,28 @@ def _worker(words: list[str]) -> int:
     set_up_logging()
     from .run import worker
 
-    return guard(lambda: worker(words[0], words[-1]))
+    try:
+        return guard(lambda: worker(words[0], words[-1]))
+    except RuntimeError as error:
+        # When one rank dies the others' collectives break. Theirs is not the story.
+        if not any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset", "gloo/transport")):
+            raise
+        print(f"rank {os.environ.get('RANK', 0)} lost its connection to another rank", file=sys.stderr)
+        return 1
 
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["worker"]:
         return _worker([w for w in words[1:] if not w.startswith("--local_rank")])
-    arguments = _parser().parse_args(words)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(words)
+    # argparse gives up on positional words after a flag, as in `train NAME --gpus 3 key=value`
+    late = [w for w in rest if "=" in w and not w.startswith("-")]
+    unknown = [w for w in rest if w not in late and not w.startswith("--local_rank")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; settings are written key=value, without dashes")
+    arguments.overrides += late
     set_up_logging()
     action = {"train": _train, "recipes": _recipes}[arguments.command]
     try:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, List, Optional, get_type_hints  # noqa: UP035  (OmegaConf reads these at run time)
+from typing import Any, get_type_hints
 
 from .errors import ConfigError, listing
 
@@ -31,7 +31,7 @@ def _choice(default: str, *others: str):
 class ModelConfig:
     path: str = "???"
     """Hub id, local folder, or `preset:<name>` for random weights (see `shapes.PRESETS`)."""
-    tokenizer: Optional[str] = None
+    tokenizer: str | None = None
     """Hub id or folder; `train:<size>` trains a byte-level BPE on the training documents. null: the model's
     own, or for a preset one of the preset's vocabulary size trained on the spot."""
     gradient_checkpointing: bool = True
@@ -48,33 +48,33 @@ class MethodConfig:
 class SourceConfig:
     source: str = "???"
     """wikitext-103 | wikitext-103-raw | wikitext-2 | openwebtext | text | code | jsonl | python-stdlib"""
-    split: Optional[str] = None
+    split: str | None = None
     """train | validation | test. Where the data has no splits of its own, `validation` is a fixed `holdout`
     share of the documents, chosen by their content, and `train` the others. null: every document."""
-    path: Optional[str] = None
+    path: str | None = None
     """Local file or folder; null means `data.path`, and where that is null too, the hub."""
-    include: Optional[List[str]] = None
+    include: list[str] | None = None
     """Globs below a folder; null means the source's usual file types."""
-    exclude: Optional[List[str]] = None
+    exclude: list[str] | None = None
     """Globs below a folder to leave out."""
     text_field: str = "text"
     """The field of a JSONL or parquet row that holds the document."""
     holdout: float = 0.01
     """Share of the documents in `split: validation` where the data has no such split of its own."""
-    max_documents: Optional[int] = None
+    max_documents: int | None = None
     """Take only the first so many documents of this split."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: List[SourceConfig] = field(default_factory=list)
-    eval: List[SourceConfig] = field(default_factory=list)
+    train: list[SourceConfig] = field(default_factory=list)
+    eval: list[SourceConfig] = field(default_factory=list)
     """Held-out text for perplexity; an empty list trains without evaluation."""
     seq_len: int = 2048
     """Tokens per block."""
-    path: Optional[str] = None
+    path: str | None = None
     """Where sources without a path of their own look."""
-    cache_dir: Optional[str] = None
+    cache_dir: str | None = None
     """Token caches and preset weights; null: $DEEPSEEK_FT_CACHE or ~/.cache/deepseek_ft."""
 
 
@@ -84,16 +84,16 @@ class OptimConfig:
     """Peak learning rate of AdamW."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on matrices only: biases and norms are not decayed."""
-    betas: List[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     max_grad_norm: float = 1.0
     """Global gradient norm to clip at; 0 does not clip."""
     schedule: str = _choice("cosine", "linear", "warmup", "wsd", "constant")
     """After the warm-up: cosine or linear decay, flat for good (`warmup`: DeepSpeed's WarmupLR), flat and then
     a linear decay (`wsd`). `constant` is flat from the first step."""
-    warmup_steps: Optional[int] = None
+    warmup_steps: int | None = None
     """Optimizer steps from 0 to the peak; null: none."""
-    warmup_ratio: Optional[float] = None
+    warmup_ratio: float | None = None
     """The same as a share of all steps."""
     warmup_type: str = _choice("linear", "log")
     """`log` is the ramp that DeepSpeed's WarmupLR has by default (schedule `warmup` only)."""
@@ -106,19 +106,19 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     epochs: float = 1.0
-    max_steps: Optional[int] = None
+    max_steps: int | None = None
     """Optimizer steps; overrules `epochs`."""
     micro_batch_size: int = 1
     """Blocks per card and forward pass."""
-    grad_accum_steps: Optional[int] = None
+    grad_accum_steps: int | None = None
     """Forward passes per optimizer step; null: 1, or what `global_batch_size` asks for."""
-    global_batch_size: Optional[int] = None
+    global_batch_size: int | None = None
     """Blocks per optimizer step over all cards."""
     precision: str = _choice("bf16", "fp16", "fp32")
     log_steps: int = 10
-    eval_steps: Optional[int] = 500
+    eval_steps: int | None = 500
     """null: only before the first step and after the last."""
-    save_steps: Optional[int] = 500
+    save_steps: int | None = 500
     """null: no checkpoints; the model folder at the end is written all the same."""
     save_total_limit: int = 2
 
@@ -135,13 +135,15 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     strategy: str = "auto"
     """How it is laid over the hardware: `auto` or a row of `strategies.STRATEGIES`."""
-    deepspeed: Optional[str] = None
+    deepspeed: str | None = None
     """A DeepSpeed file of your own, instead of a strategy's."""
-    ranks: Optional[int] = None
+    ranks: int | None = None
     """Processes to start; null: one per visible GPU or, where there is none, three on the CPU (the
     three-card run in miniature)."""
 
 
+KNOWN_SOURCES = ("wikitext-103", "wikitext-103-raw", "wikitext-2", "wikitext-2-raw", "openwebtext", "text", "code", "jsonl",
+                 "python-stdlib")  # fmt: skip
 # Setting one of a pair in an override replaces the other of the recipe below it.
 ALTERNATIVES = [
     ("optim.warmup_steps", "optim.warmup_ratio"),
@@ -207,7 +209,8 @@ class Leaf:
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*\Z")
 _FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?\Z")
-_WORDS = {"": None, "~": None, "null": None, "none": None, "true": True, "false": False}
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def _scalar(text: str) -> Any:
@@ -239,9 +242,16 @@ def _read_yaml(text: str, origin: str) -> dict:
             for key_node, value_node in node.value:
                 key = str(key_node.value)
                 line = key_node.start_mark.line + 1
-                if key in tree:
+                if key == "<<" and key_node.style is None:  # YAML's merge key: defaults from another mapping
+                    merged = convert(value_node)
+                    for defaults in merged if isinstance(merged, list) else [merged]:
+                        if isinstance(defaults, dict):
+                            tree = {**defaults, **tree}
+                    continue
+                if key in lines:
                     problems.append(f"{key}: given twice, in lines {lines[key]} and {line} of {origin}; keep one")
-                tree[key], lines[key] = convert(value_node), line
+                lines[key] = line
+                _put(tree, key, convert(value_node), f"{origin}:{line}")
             return tree
         if isinstance(node, yaml.SequenceNode):
             return [convert(item) for item in node.value]
@@ -277,8 +287,8 @@ def _from_python(value: Any, origin: str) -> Any:
         return [_from_python(item, origin) for item in value]
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
-        value = value.item()  # a numpy scalar
+    if hasattr(value, "tolist"):  # numpy
+        return _from_python(value.tolist(), origin)
     return Leaf(value, None, origin)
 
 
@@ -287,6 +297,7 @@ def _from_command_line(words: Sequence[str]) -> dict:
     seen: dict[str, str] = {}
     problems = []
     for word in words:
+        word = word if isinstance(word, str) else repr(word)
         key, sign, text = word.partition("=")
         if not sign or not key.strip():
             problems.append(f"{word!r} is not an override; write key=value, for example optim.lr=1e-5")
@@ -333,12 +344,20 @@ def _is_set(tree: dict, dotted: str) -> bool:
     return node is not None and not (isinstance(node, Leaf) and node.value is None)
 
 
-def _overlay(base: Any, layer: Any) -> Any:
+def _overlay(base: Any, layer: Any, prefix: str = "") -> Any:
     """`layer` over `base`: dicts merge, an index such as `0` reaches into a list, everything else replaces."""
     if isinstance(base, dict) and isinstance(layer, dict):
-        return {**base, **{k: _overlay(base[k], v) if k in base else v for k, v in layer.items()}}
-    if isinstance(base, list) and isinstance(layer, dict) and all(k.isdigit() and int(k) < len(base) for k in layer):
-        return [_overlay(item, layer[str(i)]) if str(i) in layer else item for i, item in enumerate(base)]
+        return {**base, **{k: _overlay(base[k], v, f"{prefix}{k}.") if k in base else v for k, v in layer.items()}}
+    if isinstance(base, list) and isinstance(layer, dict):
+        indexes = [str(i) for i in range(len(base))]
+        for key, node in layer.items():
+            if key not in indexes:
+                has = f"it has {', '.join(indexes)}" if indexes else "the list is empty"
+                raise ConfigError(f"{prefix}{key}: there is no such entry in {prefix[:-1]}; {has} ({_origin(node)})")
+        return [
+            _overlay(item, layer[i], f"{prefix}{i}.") if i in layer else item
+            for i, item in zip(indexes, base, strict=True)
+        ]
     return layer
 
 
@@ -399,11 +418,13 @@ def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
 
 def _unknown(dotted: str, node: Any) -> str:
     generic = re.sub(r"\.\d+\.", ".", dotted)
-    leaf = generic.rsplit(".", 1)[-1]
+    leaf = generic.rsplit(".", 1)[-1].lower()
     keys = known_keys()
     same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == leaf]
     near_key = difflib.get_close_matches(generic, keys, n=1, cutoff=0.75)
-    near_leaf = difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in keys] + list(OTHER_NAMES), n=1, cutoff=0.7)
+    near_leaf = difflib.get_close_matches(
+        leaf, [k.rsplit(".", 1)[-1] for k in keys] + list(OTHER_NAMES), n=1, cutoff=0.7
+    )
     if leaf in OTHER_NAMES:
         hint = f"Here it is called {OTHER_NAMES[leaf]}."
     elif same_leaf:
@@ -415,7 +436,7 @@ def _unknown(dotted: str, node: Any) -> str:
         hint = f"Did you mean {meant}?"
     else:
         section = generic.rsplit(".", 1)[0] if "." in generic else ""
-        here = [k for k in keys if k.startswith(f"{section}.") or not section and "." not in k]
+        here = [k for k in keys if section and k.startswith(f"{section}.")] or [k for k in keys if "." not in k]
         hint = f"Known here: {', '.join(here)}."
     return f"{dotted}: unknown key ({_origin(node)}). {hint}"
 
@@ -448,7 +469,7 @@ def _assign(target, tree: dict, schema: type, prefix: str, problems: list[str]) 
         if dataclasses.is_dataclass(core):
             if isinstance(node, dict):
                 _assign(target[key], node, core, f"{dotted}.", problems)
-            elif not (isinstance(node, Leaf) and node.value is None):
+            else:
                 problems.append(f"{dotted}: expects a section of keys, got {_describe(node)} ({_origin(node)})")
             continue
         value: Any = None
@@ -466,7 +487,9 @@ def _assign(target, tree: dict, schema: type, prefix: str, problems: list[str]) 
             if isinstance(node, Leaf) and node.value is None and optional:
                 value = None
             elif isinstance(node, list) and all(isinstance(item, Leaf) for item in node):
-                value = [item.text if core.__args__[0] is str and item.text is not None else item.value for item in node]
+                value = [
+                    item.text if core.__args__[0] is str and item.text is not None else item.value for item in node
+                ]
                 if core.__args__[0] is float:
                     value = [float(v) if type(v) is int else v for v in value]
             else:
@@ -480,6 +503,8 @@ def _assign(target, tree: dict, schema: type, prefix: str, problems: list[str]) 
             value = node.value
             if core is str and value is not None and node.text is not None:
                 value = node.text
+            elif core is bool and isinstance(value, str) and value.lower() in _SWITCHES:
+                value = _SWITCHES[value.lower()]
             elif core is not str and isinstance(value, str) and "${" not in value:
                 value = _scalar(value)  # a quoted number is a number
             if core is int and isinstance(value, float) and value.is_integer():
@@ -496,13 +521,21 @@ def _assign(target, tree: dict, schema: type, prefix: str, problems: list[str]) 
             with flag_override(target, "readonly", False):
                 target[key] = value
         except OmegaConfBaseException:
-            problems.append(f"{dotted}: expects {_expected(core)}, got {_describe(node)} ({_origin(node)})")
+            hint = ""
+            if key == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
+                hint = f"; a share of all steps is optim.warmup_ratio={value}"
+            problems.append(f"{dotted}: expects {_expected(core)}, got {_describe(node)} ({_origin(node)}){hint}")
 
 
 def _resolve(cfg, origins: dict[str, str], problems: list[str]) -> None:
     """Read every value once, so that an unset variable is known now and not minutes into the run."""
     from omegaconf import ListConfig, OmegaConf, flag_override
-    from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+    from omegaconf.errors import (
+        InterpolationResolutionError,
+        InterpolationToMissingValueError,
+        MissingMandatoryValue,
+        OmegaConfBaseException,
+    )
 
     def visit(node, prefix: str) -> None:
         keys = range(len(node)) if isinstance(node, ListConfig) else list(node)
@@ -516,14 +549,20 @@ def _resolve(cfg, origins: dict[str, str], problems: list[str]) -> None:
                 continue
             except MissingMandatoryValue:
                 problems.append(f"{dotted}: required, and not given")
+            except InterpolationToMissingValueError:
+                pass  # the missing value is named itself
             except InterpolationResolutionError as error:
                 problems.append(f"{dotted}: {str(error).splitlines()[0]}{where}; set it, or give the value itself")
             except OmegaConfBaseException as error:
                 problems.append(f"{dotted}: {str(error).splitlines()[0]}{where}")
             # Stand in for what cannot be read, so that everything else is still looked at.
-            default = OmegaConf.get_type(node) and getattr(OmegaConf.get_type(node), str(key), "")
             with flag_override(node, "readonly", False):
-                node[key] = "" if not isinstance(default, (int, float)) else default
+                for stand_in in (None, "", 1):
+                    try:
+                        node[key] = stand_in
+                        break
+                    except OmegaConfBaseException:
+                        continue
 
     visit(cfg, "")
 
@@ -621,17 +660,45 @@ def _contradictions(config: Config) -> Iterator[str]:
     if optim.warmup_type == "log" and optim.schedule != "warmup":
         yield f"optim.warmup_type log belongs to schedule warmup (DeepSpeed's WarmupLR), got {optim.schedule}"
 
+    if not 0 <= config.seed < 2**32:
+        yield f"seed: got {config.seed}; a whole number from 0 to {2**32 - 1}"
+    if not config.name.strip() or "/" in config.name:
+        yield f"name: got {config.name!r}; it names the run's folder, so it must not be empty or hold a slash"
+    if optim.schedule == "wsd" and (optim.warmup_ratio or 0) + optim.decay_ratio > 1:
+        yield f"optim.warmup_ratio {optim.warmup_ratio} and optim.decay_ratio {optim.decay_ratio} are more than the whole run"
+
     if not data.train:
         yield "data.train: no source to train on"
+    yield from _leaks(data)
     for name, sources in (("train", data.train), ("eval", data.eval)):
         for i, source in enumerate(sources):
             here = f"data.{name}.{i}"
+            if source.source not in KNOWN_SOURCES:
+                near = difflib.get_close_matches(source.source, KNOWN_SOURCES, n=1)
+                hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(KNOWN_SOURCES)}."
+                yield f"{here}.source: got {source.source!r}. {hint}"
             if source.split not in (None, "train", "validation", "test"):
                 yield f"{here}.split: got {source.split!r}; known: train, validation, test"
             if not 0 < source.holdout < 1:
                 yield f"{here}.holdout: got {source.holdout}; a share between 0 and 1, such as 0.01"
             if source.max_documents is not None and source.max_documents < 1:
                 yield f"{here}.max_documents: got {source.max_documents}; it must be above 0"
+
+
+def _leaks(data: DataConfig) -> Iterator[str]:
+    """Held-out documents that are also trained on: the one way to a wonderful perplexity."""
+    for i, train in enumerate(data.train):
+        for j, held_out in enumerate(data.eval):
+            same = (train.source, train.path or data.path) == (held_out.source, held_out.path or data.path)
+            if not same or train.include != held_out.include or train.exclude != held_out.exclude:
+                continue
+            here = f"data.train.{i} and data.eval.{j} are both {train.source}"
+            if train.split is None or held_out.split is None or train.split == held_out.split:
+                yield (f"{here} with split {train.split or 'null (everything)'} and {held_out.split or 'null (everything)'}: "
+                       "what is held out would be trained on; use split: train and split: validation")  # fmt: skip
+            elif not train.source.startswith("wikitext") and train.holdout != held_out.holdout:
+                yield (f"{here} with holdout {train.holdout} and {held_out.holdout}: the larger share would be trained on in "
+                       "part; give both the same")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- recipes
@@ -660,12 +727,16 @@ def find_recipe(name: str) -> Path:
         ConfigError: there is neither.
     """
     shipped = resource_dir("recipes") / f"{name}.yaml"
-    if shipped.is_file():
-        return shipped
-    own = Path(name).expanduser()
-    for path in (own, own.with_name(own.name + ".yaml")):
-        if path.is_file():
-            return path
+    candidates = [shipped] if name else []
+    if name and not name.endswith(("/", ".")):
+        own = _expand_path(name)
+        candidates += [Path(own), Path(f"{own}.yaml")]
+    for path in candidates:
+        try:
+            if path.is_file():
+                return path
+        except OSError:  # a name that no file can have
+            continue
     names = list(list_recipes())
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     near = near or [n for n in names if n.rsplit("/", 1)[-1] == name.rsplit("/", 1)[-1]]
@@ -694,7 +765,7 @@ def load_config(
         path = find_recipe(os.fspath(recipe))
         label = f"recipe {os.fspath(recipe)!r}"
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         tree = _read_yaml(text, path.name)
@@ -706,7 +777,11 @@ def load_config(
 
     if isinstance(overrides, str):
         overrides = [overrides]
-    layer = _from_python(overrides, "overrides") if isinstance(overrides, Mapping) else _from_command_line(overrides or [])
+    if overrides is not None and not isinstance(overrides, (Mapping, Sequence)):
+        raise ConfigError(f"overrides are a mapping or a list of key=value texts, got {overrides!r}")
+    layer = (
+        _from_python(overrides, "overrides") if isinstance(overrides, Mapping) else _from_command_line(overrides or [])
+    )
     tree = _stack(tree, layer)
     tree = _stack(tree, _from_python(sections, "keyword argument"))
 
@@ -718,7 +793,8 @@ def load_config(
     config = _expand_paths(OmegaConf.to_object(cfg), origins, problems)
     problems += _contradictions(config)
     if problems:
-        raise ConfigError(listing(f"{label} cannot be used", problems))
+        first_of_its_key = {p.split(":", 1)[0]: p for p in reversed(problems)}  # one mistake is said once
+        raise ConfigError(listing(f"{label} cannot be used", [p for p in problems if p in first_of_its_key.values()]))
     return config
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,44 +18,76 @@ from typing import Any
 from .config import Config, resource_dir
 from .errors import ConfigError
 
-# Keys that DeepSpeed 0.19 reads. It ignores any other without a word, so a misspelt one is an error here.
-_TOP = """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler
-    fp16 bf16 bfloat16 zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print
-    wall_clock_breakdown memory_breakdown dump_state communication_data_type seq_parallel_communication_data_type
-    prescale_gradients gradient_predivide_factor gradient_allreduce_op disable_allgather activation_checkpointing aio
-    flops_profiler comms_logger autotuning elasticity checkpoint data_types data_efficiency sparse_attention
-    sparse_gradients torch_autocast tensor_parallel sequence_parallel_size compile compression_training
-    dataloader_drop_last log_level managed_gradient_accumulation disable_python_gc nebula
-    use_data_before_expert_parallelism zero_quantized_gradients pipeline hybrid_engine timers
-    """.split()
-_MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
-_ZERO = """
-    stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
-    allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param
-    offload_optimizer zenflow sub_group_size stage3_prefetch_bucket_size stage3_param_persistence_threshold
-    stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
-    stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
-    stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
-    ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment zero_hpz_partition_size
-    zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear
-    pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module
-    save_muon_momentum_buffer_in_memory cpu_offload cpu_offload_param cpu_offload_use_pin_memory
-    """.split()
-_KNOWN = {
-    "": _TOP,
-    "zero_optimization": _ZERO,
-    "zero_optimization.offload_optimizer": "device nvme_path buffer_count pin_memory pipeline_read pipeline_write "
-    "fast_init ratio super_offload cpuadam_cores_perc".split(),
-    "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory".split(),
-    "fp16": "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-    "min_loss_scale fp16_master_weights_and_grads".split(),
-    "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads "
-    "bf16_optimizer_states".split(),
-    "optimizer": ["type", "params", "legacy_fusion"],
-    "scheduler": ["type", "params"],
+# Keys that DeepSpeed 0.19 reads and that make sense under Trainer, with the kind of value each takes. DeepSpeed ignores
+# any other key without a word, so a misspelt one is an error here. "count" is a whole number of at least 0.
+_KEYS: dict[str, dict[str, str]] = {
+    "": {
+        "count": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
+        "number": "gradient_clipping gradient_predivide_factor",
+        "switch": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown dump_state "
+        "prescale_gradients disable_allgather sparse_gradients dataloader_drop_last disable_python_gc",
+        "text": "communication_data_type seq_parallel_communication_data_type log_level",
+        "object": "optimizer scheduler fp16 bf16 zero_optimization activation_checkpointing aio flops_profiler comms_logger "
+        "checkpoint data_types compile timers",
+    },
+    "zero_optimization": {
+        "count": "stage reduce_bucket_size allgather_bucket_size sub_group_size stage3_prefetch_bucket_size "
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters "
+        "stage3_max_reuse_distance stage3_module_granularity_threshold zero_hpz_partition_size",
+        "switch": "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm "
+        "compute_grad_norm load_from_fp32_weights elastic_checkpoint stage3_gather_16bit_weights_on_model_save "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters legacy_stage1 "
+        "round_robin_gradients zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
+        "memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings "
+        "enable_sanity_checks save_muon_momentum_buffer_in_memory",
+        "object": "offload_param offload_optimizer zenflow leaf_module",
+        "any": "parameter_alignment",
+    },
+    "zero_optimization.offload_optimizer": {
+        "device": "device",
+        "text": "nvme_path",
+        "count": "buffer_count",
+        "number": "ratio cpuadam_cores_perc",
+        "switch": "pin_memory pipeline_read pipeline_write fast_init super_offload",
+    },
+    "zero_optimization.offload_param": {
+        "device": "device",
+        "text": "nvme_path",
+        "count": "buffer_count buffer_size max_in_cpu",
+        "switch": "pin_memory",
+    },
+    "fp16": {
+        "switch": "enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
+        "count": "initial_scale_power loss_scale_window hysteresis",
+        "number": "loss_scale min_loss_scale",
+    },
+    "bf16": {"switch": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"},
+    "optimizer": {"text": "type", "object": "params", "switch": "legacy_fusion"},
+    "optimizer.params": {"number": "lr eps weight_decay", "any": "betas", "switch": "torch_adam adam_w_mode bias_correction"},
+    "scheduler": {"text": "type", "object": "params"},
+    "scheduler.params": {"number": "warmup_min_lr warmup_max_lr", "count": "warmup_num_steps total_num_steps", "text": "warmup_type"},
+}  # fmt: skip
+_KINDS = {
+    section: {key: kind for kind, keys in kinds.items() for key in keys.split()} for section, kinds in _KEYS.items()
 }
-_TEXT = {"device", "nvme_path", "type", "warmup_type", "communication_data_type", "gradient_allreduce_op", "log_level"}
+_EXPECTED = {
+    "count": "a whole number of at least 0", "number": "a number of at least 0", "switch": "true or false", "text": "text",
+    "object": "a JSON object", "device": "one of none, cpu, nvme",
+}  # fmt: skip
+# Keys that exist, but that would quietly train something else than the recipe says.
+_REFUSED = {
+    "tensorboard": "DeepSpeed's monitors log the last micro-batch only, which is not the step's loss; metrics.jsonl has every number",
+    "torch_autocast": "it would set a precision beside the recipe's train.precision",
+    "amp": "it would set a precision beside the recipe's train.precision",
+    "gradient_allreduce_op": "gradients are averaged over target tokens; another reduction scales them by the number of ranks",
+    "elasticity": "it would change the batch behind the recipe's back",
+    "tensor_parallel": "ranks would no longer be what the batch arithmetic counts",
+    "sequence_parallel_size": "ranks would no longer be what the batch arithmetic counts",
+    "zero_optimization.cpu_offload": 'it is the old name of offload_optimizer: {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'it is the old name of offload_param: {"device": "cpu"}',
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "its name is stage3_gather_16bit_weights_on_model_save now",
+}
+_REFUSED |= dict.fromkeys(("wandb", "comet", "csv_monitor"), _REFUSED["tensorboard"])
 # What Trainer fills in (transformers 5.24, integrations/deepspeed.py); "auto" anywhere else stays a word.
 _FILLED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
@@ -80,7 +112,12 @@ def read(path_or_name: str) -> dict:
         ConfigError: not there, not JSON, or a key given twice.
     """
     shipped = resource_dir("ds_configs")
-    candidates = [Path(path_or_name), shipped / Path(path_or_name).name, shipped / f"{path_or_name}.json"]
+    candidates = [Path(path_or_name)]
+    if Path(path_or_name).parent.as_posix() in (
+        ".",
+        "ds_configs",
+    ):  # no other folder: a mistyped path is not a shipped file
+        candidates += [shipped / Path(path_or_name).name, shipped / f"{Path(path_or_name).name}.json"]
     path = next((p for p in candidates if p.is_file()), None)
     if path is None:
         names = ", ".join(sorted(p.stem for p in shipped.glob("*.json")))
@@ -94,11 +131,13 @@ def read(path_or_name: str) -> dict:
         return dict(pairs)
 
     try:
-        ds = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
+        ds = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=no_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno} is not valid JSON: {error.msg}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be a DeepSpeed file") from None
     if not isinstance(ds, dict):
         raise ConfigError(f"{path} holds a {type(ds).__name__}; a DeepSpeed file is one JSON object")
     return ds
@@ -109,14 +148,62 @@ def _number(text: str) -> int | float | None:
         value = float(text)
     except ValueError:
         return None
-    return int(value) if value.is_integer() and "." not in text and "e" not in text.lower() else value
+    return (
+        int(value)
+        if math.isfinite(value) and value.is_integer() and "." not in text and "e" not in text.lower()
+        else value
+    )
 
 
-def _walk(node: Any, prefix: str = "") -> Iterator[tuple[dict, str, str, Any]]:
-    for key, value in list(node.items()):
-        yield node, key, f"{prefix}{key}", value
-        if isinstance(value, dict):
-            yield from _walk(value, f"{prefix}{key}.")
+def _fits(value: Any, kind: str) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return {
+        "count": number and float(value).is_integer() if number else False,
+        "number": number,
+        "switch": isinstance(value, bool),
+        "text": isinstance(value, str),
+        "object": isinstance(value, dict),
+        "device": value in ("none", "cpu", "nvme") if isinstance(value, str) else False,
+    }.get(kind, True)
+
+
+def _check_keys(section: dict, path: str, problems: list[str], notes: list[str]) -> None:
+    """Names and kinds of values, section by section; clean numbers and switches given as text become what they mean."""
+    known = _KINDS.get(path)
+    for key, value in list(section.items()):
+        dotted = f"{path}.{key}" if path else key
+        if dotted in _REFUSED:
+            problems.append(f"{dotted}: {_REFUSED[dotted]}; drop it")
+            del section[key]
+            continue
+        if known is not None and key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "drop it."
+            problems.append(f"{dotted}: DeepSpeed has no such key and would ignore it; {hint}")
+            del section[key]
+            continue
+        kind = (known or {}).get(key, "any")
+        if value is None and dotted in _FILLED:
+            section[key] = "auto"
+            notes.append(f"{dotted} is null; read as auto")
+        elif value == "auto":
+            if dotted not in _FILLED:
+                problems.append(f'{dotted}: "auto" is filled in by nothing; give a value or drop the key')
+                del section[key]
+        else:
+            if isinstance(value, str) and kind in ("count", "number", "any") and (number := _number(value)) is not None:
+                section[key] = number
+                notes.append(f"{dotted} is the text {value!r}; read as the number {number}")
+            elif isinstance(value, str) and kind == "switch" and value.lower() in ("true", "false"):
+                section[key] = value.lower() == "true"
+                notes.append(f"{dotted} is the text {value!r}; read as {str(section[key]).lower()}")
+            if not _fits(section[key], kind):
+                problems.append(f"{dotted}: expects {_EXPECTED[kind]}, got {json.dumps(value)[:60]}")
+                del section[key]
+            elif kind == "count":
+                section[key] = int(section[key])
+        if isinstance(section.get(key), dict):
+            _check_keys(section[key], dotted, problems, notes)
 
 
 def _get(ds: dict, dotted: str) -> Any:
@@ -150,27 +237,30 @@ def _owned_by_recipe(config: Config, batch: Batch) -> dict[str, tuple[Any, str]]
     }  # fmt: skip
 
 
-def _curve_conflict(ds: dict, config: Config) -> str | None:
+def _curve_conflict(ds: dict, config: Config, shipped: bool) -> str | None:
     """A scheduler block replaces the recipe's curve in silence, so it may only say the same thing."""
-    block = ds.get("scheduler")
-    if not isinstance(block, dict):
+    if "scheduler" not in ds:
         return None
-    kind, params = block.get("type"), block.get("params") or {}
+    kind, params = ds["scheduler"].get("type"), ds["scheduler"]["params"]
     ramp = params.get("warmup_type", "log")
     optim = config.optim
     same = {
         "WarmupLR": optim.schedule == "warmup" and ramp == optim.warmup_type,
         "WarmupDecayLR": optim.schedule == "linear" and ramp == optim.warmup_type and optim.min_lr_ratio == 0,
     }
-    if same.get(kind):
+    warm_up = optim.warmup_ratio or (optim.warmup_steps or 0) >= 2
+    if same.get(kind) and warm_up:
         return None
+    if same.get(kind):
+        return (f"scheduler: DeepSpeed's {kind} warms up over at least 2 steps, but the recipe says optim.warmup_steps="
+                f"{optim.warmup_steps or 0}; drop the scheduler block, or warm up longer")  # fmt: skip
     means = {
         "WarmupLR": f"a {ramp} warm-up, then flat for good",
         "WarmupDecayLR": f"a {ramp} warm-up, then linear to 0",
     }.get(kind, "a curve of its own")
     warm = f" with a {optim.warmup_type} warm-up" if optim.warmup_steps or optim.warmup_ratio else ""
     return (f"scheduler: the file's {kind} ({means}) would replace the recipe's optim.schedule={optim.schedule}{warm}; "
-            "drop the scheduler block, or say the same in the recipe")  # fmt: skip
+            f"say the same in the recipe, or use {'strategy=zero3' if shipped else 'the file without its scheduler block'}")  # fmt: skip
 
 
 def check(ds: dict, origin: str, config: Config, batch: Batch) -> tuple[dict, list[str], list[str]]:
@@ -183,31 +273,19 @@ def check(ds: dict, origin: str, config: Config, batch: Batch) -> tuple[dict, li
     problems: list[str] = []
     notes: list[str] = []
 
-    for holder, key, dotted, value in _walk(ds):
-        section = dotted.rpartition(".")[0]
-        if section in _KNOWN and key not in _KNOWN[section]:
-            if section == "" and key in _MONITORS:
-                problems.append(f"{dotted}: DeepSpeed's monitors log the last micro-batch only, which is not the step's "
-                                "loss; drop the block, metrics.jsonl has every number")  # fmt: skip
-                continue
-            near = difflib.get_close_matches(key, _KNOWN[section], n=1)
-            hint = f"did you mean {near[0]}?" if near else "drop it."
-            problems.append(f"{dotted}: DeepSpeed has no such key and would ignore it; {hint}")
-        elif value == "auto" and dotted not in _FILLED:
-            problems.append(f'{dotted}: "auto" is filled in by nothing; give a value or drop the key')
-        elif isinstance(value, str) and key not in _TEXT and value != "auto":
-            number = _number(value)
-            if number is not None:
-                holder[key] = number
-                notes.append(f"{origin}: {dotted} is the text {value!r}; read as the number {number}")
-            elif value.lower() in ("true", "false"):
-                holder[key] = value.lower() == "true"
-                notes.append(f"{origin}: {dotted} is the text {value!r}; read as {holder[key]}")
-
-    for section in ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler"):
-        if section in ds and not isinstance(ds[section], dict):
-            problems.append(f"{section}: expects a JSON object, got {ds[section]!r}")
-            ds.pop(section)
+    if "bfloat16" in ds and "bf16" not in ds:
+        ds["bf16"] = ds.pop("bfloat16")
+        notes.append("bfloat16 is the old name of bf16")
+    _check_keys(ds, "", problems, notes)
+    if "scheduler" in ds:
+        # What a scheduler is not told it takes from defaults of its own, not from the recipe.
+        params = ds["scheduler"].setdefault("params", {})
+        keys = ["warmup_min_lr", "warmup_max_lr", "warmup_num_steps"]
+        keys += ["total_num_steps"] if ds["scheduler"].get("type") == "WarmupDecayLR" else []
+        for key in keys:
+            if key not in params:
+                params[key] = "auto"
+                notes.append(f"scheduler.params has no {key}; the recipe's is put in")
 
     for dotted, (wanted, name) in _owned_by_recipe(config, batch).items():
         found = _get(ds, dotted)
@@ -216,40 +294,38 @@ def check(ds: dict, origin: str, config: Config, batch: Batch) -> tuple[dict, li
         if wanted is None:
             problems.append(f'{dotted}: {found} is fixed in the file, but follows from {name}; write "auto"')
             continue
-        if isinstance(wanted, bool) or isinstance(found, bool):
-            equal = found is wanted
-        elif isinstance(wanted, list):
-            equal = isinstance(found, list) and [float(x) for x in found] == [float(x) for x in wanted]
-        else:
-            equal = isinstance(found, (int, float)) and float(found) == float(wanted)
-        if not equal:
+        if found != wanted or isinstance(found, bool) != isinstance(wanted, bool):
             problems.append(f'{dotted}: {found!r} in the file, but {wanted} in the recipe ({name}); write "auto"')
 
     kind = _get(ds, "optimizer.type")
-    if kind is not None and str(kind).lower() not in ("adam", "adamw"):
+    if kind is not None and kind.lower() not in ("adam", "adamw"):
         problems.append(f"optimizer.type: {kind!r} in the file, but the recipe trains with AdamW")
-    conflict = _curve_conflict(ds, config)
+    for key in ("adam_w_mode", "bias_correction"):
+        if _get(ds, f"optimizer.params.{key}") is False:
+            problems.append(f"optimizer.params.{key}: false in the file, but the recipe trains with AdamW as published")
+    conflict = _curve_conflict(ds, config, shipped=config.deepspeed is None)
     if conflict:
         problems.append(conflict)
 
-    stage = _get(ds, "zero_optimization.stage")
-    if stage is not None and stage not in (0, 1, 2, 3):
-        problems.append(f"zero_optimization.stage: got {stage!r}; ZeRO has stages 0 to 3")
+    stage = ds.setdefault("zero_optimization", {}).setdefault("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        problems.append(f"zero_optimization.stage: got {stage}; ZeRO has stages 0 to 3")
     scale = _get(ds, "fp16.loss_scale")
     if scale not in (None, 0) and config.train.precision == "fp16":
-        notes.append(f"{origin}: fp16.loss_scale {scale} is static: it does not adapt when gradients overflow; 0 does")
+        notes.append(f"fp16.loss_scale {scale} is static: it does not adapt when gradients overflow; 0 does")
 
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         ds.setdefault(key, "auto")
     if "gradient_clipping" not in ds:  # absent means DeepSpeed's own 1.0, whatever the recipe says
         ds["gradient_clipping"] = "auto"
-        notes.append(f"{origin}: has no gradient_clipping; the recipe's optim.max_grad_norm={config.optim.max_grad_norm} "
+        notes.append(f"there is no gradient_clipping; the recipe's optim.max_grad_norm={config.optim.max_grad_norm} "
                      "is put in")  # fmt: skip
     for section in ("fp16", "bf16"):
-        if config.train.precision == section and isinstance(ds.setdefault(section, {}), dict):
-            ds[section].setdefault("enabled", "auto")
+        if config.train.precision == section:
+            ds.setdefault(section, {}).setdefault("enabled", "auto")
     if stage == 3 and not _get(ds, "zero_optimization.stage3_gather_16bit_weights_on_model_save"):
         ds["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        notes.append(f"{origin}: stage3_gather_16bit_weights_on_model_save is switched on; without it the model folder "
+        notes.append("stage3_gather_16bit_weights_on_model_save is switched on; without it the model folder "
                      "would hold no model")  # fmt: skip
-    return ds, [f"{p}  [{os.path.basename(origin)}]" for p in problems], notes
+    name = os.path.basename(origin)
+    return ds, [f"{name}: {p}" for p in problems], [f"{name}: {n}" for n in notes]

@@ -14,7 +14,12 @@ from .data.blocks import Blocks
 
 @torch.no_grad()
 def block_nll(
-    model: Callable, blocks: Blocks | Sequence[dict], batch_size: int, device: torch.device, rank: int = 0, world_size: int = 1
+    model: Callable,
+    blocks: Blocks | Sequence[dict],
+    batch_size: int,
+    device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> np.ndarray:
     """Negative log likelihood of each block's targets, in nats, shape `(len(blocks),)`, the same on every rank.
 

@@ -31,7 +31,12 @@ _PACKAGE_PARENT = Path(__file__).resolve().parents[1]
 def launched_ranks() -> int | None:
     """How many ranks a launcher (deepspeed, torchrun) started, when this process is one of them."""
     if all(os.environ.get(name) for name in _RANK_VARIABLES):
-        return int(os.environ["WORLD_SIZE"])
+        size = os.environ["WORLD_SIZE"]
+        if not size.isdigit() or int(size) < 1:
+            raise ConfigError(
+                f"WORLD_SIZE={size!r} in the environment is no number of ranks; run: unset WORLD_SIZE RANK"
+            )
+        return int(size)
     return None
 
 
@@ -72,7 +77,9 @@ def child_environment(config: Config, plan: Plan, ranks_here: int) -> tuple[dict
         if name == "PATH" or name not in environment:
             environment[name] = value
             if name == "NCCL_P2P_DISABLE":
-                notes.append("RTX 40 cards have no peer-to-peer: NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 set for the ranks")
+                notes.append(
+                    "RTX 40 cards have no peer-to-peer: NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 set for the ranks"
+                )
     if plan.device == "cuda":
         cards = [gpu.index for gpu in plan.hardware.gpus[: plan.world_size]]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
@@ -284,9 +291,12 @@ def main() -> int:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        first, code = next(iter(codes.items()))
+        # The rank that was killed is the cause; the others may have failed because it was gone.
+        first, code = min(codes.items(), key=lambda item: item[1] > 0)
         if code < 0:
-            sys.stderr.write(f"rank {first} was ended by {signal.Signals(-code).name}; the other ranks have been stopped\n")
+            sys.stderr.write(
+                f"rank {first} was ended by {signal.Signals(-code).name}; the other ranks have been stopped\n"
+            )
         elif code != 2:
             sys.stderr.write(f"rank {first} failed with exit code {code}; the other ranks have been stopped\n")
         return code if code > 0 else 1

@@ -44,7 +44,9 @@ def tokenizer_source(config: Config, corpora: list[Corpus], cache_dir: Path) -> 
         return spec
     size = spec.removeprefix("train:")
     if not size.isdigit() or int(size) < 300:
-        raise ConfigError(f"model.tokenizer: got {spec!r}; train:<size> needs a size of at least 300, such as train:4096")
+        raise ConfigError(
+            f"model.tokenizer: got {spec!r}; train:<size> needs a size of at least 300, such as train:4096"
+        )
     return str(_train_tokenizer(corpora, int(size), cache_dir))
 
 

@@ -132,7 +132,9 @@ def _build(op: str) -> None:
     try:
         builder.load(verbose=False)
     except Exception as error:  # compilers fail in many ways; what matters is their last word
-        words = [line for line in str(error).splitlines() if "error" in line.lower()] or str(error).splitlines() or ["?"]
+        words = (
+            [line for line in str(error).splitlines() if "error" in line.lower()] or str(error).splitlines() or ["?"]
+        )
         raise PlanError(
             f"DeepSpeed's {name} op cannot be built: {words[-1].strip()[:300]}\n"
             "  It needs a C++ compiler and ninja (Debian, Ubuntu: apt-get install g++; pip install ninja) that fit the "

@@ -10,7 +10,7 @@ from pathlib import Path
 from . import deepspeed_config
 from . import ops as ops_module
 from .config import Config, resource_dir
-from .errors import PlanError, listing
+from .errors import ConfigError, PlanError, listing
 from .hardware import GIB, Hardware, probe
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
@@ -53,7 +53,9 @@ class Plan:
         return math.ceil(config.train.epochs * self.steps_per_epoch(blocks))
 
     def describe(self) -> str:
-        ranks = f"{self.world_size} {'GPU' if self.device == 'cuda' else 'CPU'} rank{'s' if self.world_size > 1 else ''}"
+        ranks = (
+            f"{self.world_size} {'GPU' if self.device == 'cuda' else 'CPU'} rank{'s' if self.world_size > 1 else ''}"
+        )
         return (f"{self.strategy.name} on {ranks} | batch {self.global_batch_size} = {self.micro_batch_size} micro x "
                 f"{self.grad_accum_steps} accumulated x {self.world_size} | {self.tokens_per_step:,} tokens per step")  # fmt: skip
 
@@ -104,7 +106,9 @@ def _choose(config: Config, hardware: Hardware, world_size: int, shape: ModelSha
 def _world_size(config: Config, hardware: Hardware, launched: int | None, single: bool) -> int:
     if launched is not None:
         if config.ranks is not None and config.ranks != launched:
-            raise PlanError(f"ranks={config.ranks}, but the launcher started {launched}; leave ranks out, or start as many")
+            raise PlanError(
+                f"ranks={config.ranks}, but the launcher started {launched}; leave ranks out, or start as many"
+            )
         if single and launched != 1:
             raise PlanError(f"strategy single is one process, but the launcher started {launched}; use strategy=ddp")
         return launched
@@ -162,29 +166,35 @@ def plan_run(
     accumulation = _accumulation(config, world_size)
 
     if config.deepspeed is not None:
-        ds, origin = deepspeed_config.read(config.deepspeed), config.deepspeed
-        zero = ds.get("zero_optimization") if isinstance(ds.get("zero_optimization"), dict) else {}
-        offload = {k: isinstance(zero.get(k), dict) and zero[k].get("device", "none") != "none"
-                   for k in ("offload_optimizer", "offload_param")}  # fmt: skip
-        stage = zero.get("stage", 0)
-        strategy = Strategy(
-            Path(config.deepspeed).name, "your own DeepSpeed file", stage=int(stage) if str(stage).isdigit() else 0,
-            offload_optimizer=offload["offload_optimizer"], offload_params=offload["offload_param"],
-        )  # fmt: skip
+        strategy, ds = None, deepspeed_config.read(config.deepspeed)
     else:
         if config.strategy == "auto":
             strategy, why = _choose(config, hardware, world_size, shape)
             notes.append(why)
         else:
             strategy = STRATEGIES[config.strategy]
-        ds, origin = None, f"{strategy.name}.json"
-
-    if config.train.precision not in strategy.precisions:
-        raise PlanError(f"strategy {strategy.name} runs in {' or '.join(strategy.precisions)} only, got "
-                        f"train.precision={config.train.precision}")  # fmt: skip
-
-    if hardware.device == "cpu" and config.train.precision == "fp16" and not strategy.deepspeed:
-        raise PlanError(f"strategy {strategy.name} has no fp16 on the CPU; use train.precision=bf16, or a zero strategy")
+        if config.train.precision not in strategy.precisions:
+            raise PlanError(f"strategy {strategy.name} runs in {' or '.join(strategy.precisions)} only, got "
+                            f"train.precision={config.train.precision}")  # fmt: skip
+        ds = (
+            deepspeed_config.read(str(resource_dir("ds_configs") / f"{strategy.name}.json"))
+            if strategy.deepspeed
+            else None
+        )
+    if ds is not None:
+        batch = deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size)
+        origin = config.deepspeed or f"{strategy.name}.json"
+        ds, problems, ds_notes = deepspeed_config.check(ds, origin, config, batch)
+        if problems:
+            raise ConfigError(listing("the DeepSpeed file and the recipe do not agree", problems))
+        notes += ds_notes
+        if strategy is None:
+            zero = ds["zero_optimization"]
+            offload = {
+                k: zero.get(k, {}).get("device", "none") != "none" for k in ("offload_optimizer", "offload_param")
+            }
+            strategy = Strategy(Path(config.deepspeed).name, "your own DeepSpeed file", stage=zero["stage"],
+                                offload_optimizer=offload["offload_optimizer"], offload_params=offload["offload_param"])  # fmt: skip
 
     ops = []
     if strategy.deepspeed and hardware.device == "cpu" and world_size > 1:
@@ -205,15 +215,10 @@ def plan_run(
         )
         strategy, ds, ops = STRATEGIES["single"], None, []
         accumulation, world_size = accumulation * world_size, 1
-
-    if strategy.deepspeed:
-        if ds is None:
-            ds = deepspeed_config.read(str(resource_dir("ds_configs") / f"{strategy.name}.json"))
-        batch = deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size)
-        ds, problems, ds_notes = deepspeed_config.check(ds, origin, config, batch)
-        if problems:
-            raise PlanError(listing("the DeepSpeed file and the recipe do not agree", problems))
-        notes += ds_notes
+    if hardware.device == "cpu" and config.train.precision == "fp16" and not strategy.deepspeed:
+        raise PlanError(
+            f"strategy {strategy.name} has no fp16 on the CPU; use train.precision=bf16, or a zero strategy"
+        )
 
     if shape is not None and shape.max_positions and config.data.seq_len > shape.max_positions:
         notes.append(f"data.seq_len {config.data.seq_len} is longer than the {shape.max_positions} positions that "
@@ -225,7 +230,9 @@ def plan_run(
         notes.append(f"the warm-up of {warmup_steps(config, config.train.max_steps)} steps is not over when the run ends "
                      f"after {config.train.max_steps}: the learning rate stays below its peak")  # fmt: skip
     if config.optim.schedule == "warmup":
-        notes.append(f"schedule warmup: the learning rate stays at {config.optim.lr:g} after the warm-up, it never decays")
+        notes.append(
+            f"schedule warmup: the learning rate stays at {config.optim.lr:g} after the warm-up, it never decays"
+        )
 
     micro = config.train.micro_batch_size
     return Plan(

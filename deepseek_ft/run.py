@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import checkpoints, launch, ops, planner
 from .config import Config, load_config, to_dict, to_yaml
-from .errors import CheckpointError, ConfigError, RunError
+from .errors import CheckpointError, ConfigError, DataError, RunError, listing
 from .hardware import GIB
 from .planner import Plan, plan_run
 
@@ -76,7 +76,9 @@ class RunResult:
                  f"{r.get('wall_seconds', 0):.0f} s"]  # fmt: skip
         facts = r.get("engine_facts", {})
         stage = f" stage {facts['zero_stage']}" if facts.get("zero_stage") is not None else ""
-        lines.append(f"  ran        {facts.get('engine')}{stage}, {facts.get('world_size')} x {r.get('plan', {}).get('device')}")
+        lines.append(
+            f"  ran        {facts.get('engine')}{stage}, {facts.get('world_size')} x {r.get('plan', {}).get('device')}"
+        )
         if r.get("first_loss") is not None:
             lines.append(f"  loss       {r['first_loss']:.4f} -> {r['last_loss']:.4f}")
         if self.perplexity_after is not None:
@@ -127,6 +129,7 @@ def finetune(
     run_dir, checkpoint, notes = checkpoints.choose_run_dir(config.output_dir, resume, new)
     if checkpoint is not None:
         _check_resume(config, plan, run_dir, checkpoint)
+    _look_for_data(config)
     task = _Task(asked=config, config=_decided(config, plan), run_dir=run_dir, checkpoint=checkpoint)
 
     if launched is not None:
@@ -142,9 +145,10 @@ def finetune(
 
     environment, launch_notes = launch.child_environment(config, plan, 1)
     _announce(config, plan, run_dir, [*plan.notes, *notes, *launch_notes])
-    launch.run_worker(["worker", "prepare", task.to_json()], environment)
-    environment, _ = launch.child_environment(config, plan, plan.world_size)
-    launch.start_ranks(plan, ["worker", "train", task.to_json()], environment, hostfile)
+    if not (checkpoint is not None and (run_dir / "model").is_dir()):  # else it was only its check that was cut off
+        launch.run_worker(["worker", "prepare", task.to_json()], environment)
+        environment, _ = launch.child_environment(config, plan, plan.world_size)
+        launch.start_ranks(plan, ["worker", "train", task.to_json()], environment, hostfile)
     environment, _ = launch.child_environment(config, plan, 1)
     launch.run_worker(["worker", "verify", task.to_json()], environment)
     return RunResult.load(run_dir)
@@ -192,27 +196,40 @@ def _decided(config: Config, plan: Plan) -> Config:
     )
 
 
+def _look_for_data(config: Config) -> None:
+    """A mistyped path is said at once, not after the preparation of everything before it."""
+    from .data.sources import locate
+
+    for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
+        for i, source in enumerate(sources):
+            locate(source, config.data, f"data.{name}.{i}")
+    cache_dir(config)
+
+
 _MAY_CHANGE = {"train.epochs", "train.max_steps", "train.log_steps", "train.eval_steps", "train.save_steps",
                "train.save_total_limit", "output_dir", "name", "strategy", "deepspeed", "data.cache_dir", "ranks"}  # fmt: skip
 
 
 def _check_resume(config: Config, plan: Plan, run_dir: Path, checkpoint: Path) -> None:
     """A resumed run continues this run: what shapes its curve must be what it was."""
-    ranks = checkpoints.saved_ranks(checkpoint)
-    if plan.strategy.deepspeed and ranks is not None and ranks != plan.world_size:
+    before = checkpoints.read_json(run_dir / "run.json").get("plan") or {}
+    ranks = checkpoints.saved_ranks(checkpoint) or before.get("world_size", plan.world_size)
+    if ranks != plan.world_size:
         raise CheckpointError(
-            f"{checkpoint} holds the optimizer states of {ranks} ranks, and this run would have {plan.world_size}.\n"
+            f"{checkpoint} was written by {ranks} rank{'s' * (ranks > 1)}, and this run would have {plan.world_size}.\n"
             f"  Resume with ranks={ranks}, or start anew from its weights with model.path={checkpoint} --new "
             "(optimizer states and the place in the data are then lost)."
         )
+    now = {"strategy": plan.strategy.name, "global_batch_size": plan.global_batch_size}
+    different = [f"{k}: {before[k]} then, {v} now" for k, v in now.items() if before.get(k, v) != v]
+    if different:
+        raise CheckpointError(listing(f"{checkpoint} cannot be continued in another way than it was begun", different))
     saved = run_dir / "config.yaml"
     if not saved.is_file():
         return
     then, now = _flat(to_dict(load_config(saved))), _flat(to_dict(config))
     changed = [f"{k}: {then[k]} then, {now.get(k)} now" for k in then if k not in _MAY_CHANGE and then[k] != now.get(k)]
     if changed:
-        from .errors import listing
-
         raise ConfigError(listing(f"this is not the run in {run_dir}; resume it as it was, or start a new one with --new",
                                   changed))  # fmt: skip
 
@@ -227,8 +244,21 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def cache_dir(config: Config) -> Path:
+    """Where tokens and presets are kept; made on the spot.
+
+    Raises:
+        DataError: it cannot be written.
+    """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "deepseek_ft")
-    return Path(config.data.cache_dir or os.environ.get("DEEPSEEK_FT_CACHE") or default)
+    folder = Path(config.data.cache_dir or os.environ.get("DEEPSEEK_FT_CACHE") or default).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(None, "it is not writable")
+    except OSError as error:
+        raise DataError(f"the cache {folder} cannot be used: {error.strerror}; set data.cache_dir or $DEEPSEEK_FT_CACHE to a "
+                        "folder that can be written") from None  # fmt: skip
+    return folder
 
 
 @dataclass
@@ -255,7 +285,9 @@ def _load_materials(config: Config) -> _Materials:
         return build_blocks(corpora, tokenizer.backend_tokenizer, identity, eos, config.data.seq_len, cache)
 
     train = blocks(train_corpora)
-    return _Materials(tokenizer, model_source(config, tokenizer, cache), train, blocks(eval_corpora) if eval_corpora else None)
+    return _Materials(
+        tokenizer, model_source(config, tokenizer, cache), train, blocks(eval_corpora) if eval_corpora else None
+    )
 
 
 def prepare(task: _Task, plan: Plan) -> None:
@@ -356,7 +388,9 @@ def train(task: _Task, plan: Plan) -> None:
             "host_peak_memory_bytes": host_peak,
             "host_peak_after_loading_bytes": load_peak,
             "wall_seconds": round(time.time() - started, 1),
-            "check": {"block_nll": trainer.last_block_nll[: _CHECKED_BLOCKS].tolist()} if materials.eval is not None else None,
+            "check": {"block_nll": trainer.last_block_nll[:_CHECKED_BLOCKS].tolist()}
+            if materials.eval is not None
+            else None,
         }
         checkpoints.write_json(run_file, run)
         plot_loss(metrics, run_dir / "loss.png", config.name)
@@ -462,7 +496,17 @@ def _write_sample(model, tokenizer, ids, seed: int) -> dict:
 
 
 def _versions() -> dict[str, str]:
-    names = ("deepseek_ft", "torch", "transformers", "deepspeed", "accelerate", "datasets", "peft", "tokenizers", "numpy")
+    names = (
+        "deepseek_ft",
+        "torch",
+        "transformers",
+        "deepspeed",
+        "accelerate",
+        "datasets",
+        "peft",
+        "tokenizers",
+        "numpy",
+    )
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -478,5 +522,7 @@ def worker(stage: str, task_json: str) -> None:
     if stage == "verify":
         return verify(task)
     launched = launch.launched_ranks()
-    plan = plan_run(task.config, launched_ranks=launched if launched is not None else task.config.ranks, can_build_ops=True)
+    plan = plan_run(
+        task.config, launched_ranks=launched if launched is not None else task.config.ranks, can_build_ops=True
+    )
     return prepare(task, plan) if stage == "prepare" else train(task, plan)

@@ -77,6 +77,10 @@ def _feed_forward(c: Mapping[str, Any], h: int, layer: int) -> int:
     return 3 * h * c["intermediate_size"] + (2 * c["intermediate_size"] + h if bias else 0)
 
 
+_MAY_BE_ZERO = {"n_routed_experts", "n_shared_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank"}
+_COUNTS = _MAY_BE_ZERO | {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                          "vocab_size", "head_dim", "moe_intermediate_size", "num_experts_per_tok", "qk_nope_head_dim",
+                          "qk_rope_head_dim", "v_head_dim", "max_position_embeddings"}  # fmt: skip
 SUPPORTED = ("llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
 
 
@@ -86,18 +90,27 @@ def shape_from_config(c: Mapping[str, Any], where: str = "config.json") -> Model
     Raises:
         ConfigError: an architecture that this library does not know, or a key that it needs is missing.
     """
+    if not isinstance(c, Mapping):
+        raise ConfigError(f"{where} holds a {type(c).__name__}; a model's config is one JSON object")
     kind = c.get("model_type")
     if kind not in SUPPORTED:
         raise ConfigError(f"{where}: model_type is {kind!r}; known: {', '.join(SUPPORTED)}")
+    for key in _COUNTS:
+        value = c.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if not (value == 0 and key in _MAY_BE_ZERO):
+                raise ConfigError(f"{where}: {key} is {value!r}; it must be a whole number above 0")
     try:
-        h, heads, layers, vocab = (c[k] for k in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"))
+        h, heads, layers, vocab = (
+            c[k] for k in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        )
         body = sum(_attention(c, h, heads) + _feed_forward(c, h, i) + 2 * h for i in range(layers)) + h
     except KeyError as error:
         raise ConfigError(f"{where}: {error.args[0]} is missing, which a {kind} model needs") from None
     tied = c.get("tie_word_embeddings", False)
     embedding = vocab * h * (1 if tied else 2)
     dtype = c.get("dtype") or c.get("torch_dtype")
-    return ModelShape(kind, body + embedding, embedding, h, layers, vocab, c.get("max_position_embeddings", 0), dtype)
+    return ModelShape(kind, body + embedding, embedding, h, layers, vocab, c.get("max_position_embeddings") or 0, dtype)
 
 
 def find_shape(model_path: str) -> ModelShape | None:
@@ -121,6 +134,6 @@ def find_shape(model_path: str) -> ModelShape | None:
     if not file.is_file():
         raise ConfigError(f"model.path: {folder} holds no config.json; it is not a model folder")
     try:
-        return shape_from_config(json.loads(file.read_text(encoding="utf-8")), str(file))
+        return shape_from_config(json.loads(file.read_text(encoding="utf-8-sig")), str(file))
     except (ValueError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None

@@ -94,7 +94,11 @@ class FineTuneTrainer(Trainer):
             ]
             optim = self.config.optim
             self.optimizer = DeepSpeedCPUAdam(
-                [g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, adamw_mode=True
+                [g for g in groups if g["params"]],
+                lr=optim.lr,
+                betas=tuple(optim.betas),
+                eps=optim.eps,
+                adamw_mode=True,
             )
         return super().create_optimizer(model)
 
@@ -102,7 +106,9 @@ class FineTuneTrainer(Trainer):
         """The recipe's curve, unless the DeepSpeed file has a scheduler (which was checked to say the same)."""
         if self.lr_scheduler is None:
             warmup = warmup_steps(self.config, num_training_steps)
-            self.lr_scheduler = build_scheduler(optimizer or self.optimizer, self.config.optim, num_training_steps, warmup)
+            self.lr_scheduler = build_scheduler(
+                optimizer or self.optimizer, self.config.optim, num_training_steps, warmup
+            )
             self._created_lr_scheduler = True
         return self.lr_scheduler
 

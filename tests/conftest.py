@@ -17,7 +17,9 @@ SHARED = ROOT.parent / "shared" / "data"
 BIN = Path(sys.executable).parent
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the real files beside the checkout (../shared/data)")
+needs_shared = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="needs the real files beside the checkout (../shared/data)"
+)
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -26,7 +28,9 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in drop} | more
 
 
-def run(*words: str | Path, cwd: Path, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess:
+def run(
+    *words: str | Path, cwd: Path, env: dict[str, str] | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess:
     """A command as a user would type it; stdout and stderr together in `.stdout`."""
     return subprocess.run(
         [str(w) for w in words], cwd=cwd, env=env or clean_environment(), timeout=timeout, text=True,
@@ -34,7 +38,9 @@ def run(*words: str | Path, cwd: Path, env: dict[str, str] | None = None, timeou
     )  # fmt: skip
 
 
-def cli(*words: str | Path, cwd: Path, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess:
+def cli(
+    *words: str | Path, cwd: Path, env: dict[str, str] | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess:
     return run(sys.executable, "-m", "deepseek_ft", *words, cwd=cwd, env=env, timeout=timeout)
 
 

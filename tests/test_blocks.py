@@ -86,6 +86,25 @@ def test_an_interrupted_build_leaves_nothing_behind(tmp_path):
     assert len(build(["hello world"] * 50, 16, tmp_path)) == 37
 
 
+@pytest.mark.parametrize("damage", ["cut tokens", "no tokens", "broken stats", "empty stats", "no stats"])
+def test_a_damaged_cache_is_made_again(tmp_path, damage):
+    whole = build(["hello world"] * 50, 16, tmp_path).ids.tolist()
+    (folder,) = [p for p in (tmp_path / "blocks").iterdir() if p.is_dir()]
+    tokens, stats = folder / "tokens.bin", folder / "stats.json"
+    match damage:
+        case "cut tokens":
+            tokens.write_bytes(tokens.read_bytes()[:-10])
+        case "no tokens":
+            tokens.unlink()
+        case "broken stats":
+            stats.write_text('{"tok')
+        case "empty stats":
+            stats.write_text("{}")
+        case "no stats":
+            stats.unlink()
+    assert build(["hello world"] * 50, 16, tmp_path).ids.tolist() == whole
+
+
 def _build_in_a_process(folder):
     return len(build(["hello world"] * 5000, 16, folder))
 

@@ -41,6 +41,18 @@ DAMAGES = {
     "longer weights": lambda c: open(c / "model.safetensors", "ab").write(b"junk"),
     "empty weights": lambda c: (c / "model.safetensors").write_bytes(b""),
     "no weights": lambda c: (c / "model.safetensors").unlink(),
+    "empty state file": lambda c: next(c.glob("global_step*/*")).write_bytes(b""),
+    "one rank missing": lambda c: next(c.glob("global_step*/*rank_1*")).unlink(),
+    "last rank missing": lambda c: next(c.glob("global_step*/*rank_2*")).unlink(),
+    "no latest": lambda c: (c / "latest").unlink(),
+    "binary latest": lambda c: (c / "latest").write_bytes(b"\xff\x00"),
+    "state of another step": lambda c: (c / "trainer_state.json").write_text('{"global_step": 3}'),
+    "header of nulls": lambda c: (c / "model.safetensors").write_bytes(
+        (10).to_bytes(8, "little") + b'{"a":null}' + b"x"
+    ),
+    "shard missing": lambda c: (c / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
+    ),
     "no states": lambda c: [p.unlink() for p in c.glob("global_step*/*")],
 }
 
@@ -49,11 +61,33 @@ DAMAGES = {
 def test_a_broken_checkpoint_is_passed_over(tmp_path, damage):
     """Casebook CKP-3 and neighbours: whatever a crash leaves, resume goes to the newest one that is whole."""
     good, bad = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
+    write_json(tmp_path / "run.json", {"status": "running", "plan": {"world_size": 3, "deepspeed": {}}})
     assert incomplete(bad) is None
     DAMAGES[damage](bad)
-    assert incomplete(bad)
+    assert incomplete(bad, ranks=3)
     found, skipped = newest_complete(tmp_path)
     assert found == good and "checkpoint-20" in skipped[0]
+
+
+def test_without_deepspeed_the_optimizer_must_be_there(tmp_path):
+    plain = checkpoint(tmp_path, 10)
+    for path in [*plain.glob("global_step*/*"), plain / "latest"]:
+        path.unlink()
+    (plain / "global_step10").rmdir()
+    assert "optimizer.pt" in incomplete(plain)
+    (plain / "optimizer.pt").write_bytes(b"x")
+    assert "scheduler.pt" in incomplete(plain)
+    (plain / "scheduler.pt").write_bytes(b"x")
+    assert incomplete(plain) is None and saved_ranks(plain) is None
+
+
+def test_unusable_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    for name in ("file/x", "/proc/1/x/y", "/"):
+        with pytest.raises(CheckpointError, match="output_dir"):
+            choose_run_dir(name, False, False)
+    assert choose_run_dir(".", False, False)[0] == tmp_path.with_name(tmp_path.name + "-2")
 
 
 def test_newest_is_by_number(tmp_path):

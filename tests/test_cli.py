@@ -70,7 +70,7 @@ def test_offline_hub_is_said_in_seconds(tmp_path):
     """Model or data by hub id on a machine that does not reach the hub (casebook DAT-8)."""
     env = clean_environment(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "hf"))
     for words, name in (
-        (["deepseek-llm-7b/wikitext103_full", "strategy=single"], "Salesforce/wikitext"),
+        (["deepseek-llm-7b/wikitext103_full", "strategy=single", "train.precision=bf16"], "Salesforce/wikitext"),
         (["quickstart", "model.path=deepseek-ai/deepseek-llm-7b-base", "strategy=single"], "deepseek-llm-7b-base"),
     ):
         done = cli("train", *words, cwd=tmp_path, env=env, timeout=60)
@@ -88,8 +88,12 @@ def cpu_seconds(*words: str) -> float:
 def test_what_help_imports_is_small():
     """Time is not asserted; what costs it is: the modules that a help text loads."""
     code = "from deepseek_ft.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nimport sys; print(len(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=clean_environment()).stdout
-    bare = subprocess.run([sys.executable, "-c", "import argparse, logging, sys; print(len(sys.modules))"], capture_output=True, text=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=clean_environment()
+    ).stdout
+    bare = subprocess.run(
+        [sys.executable, "-c", "import argparse, logging, sys; print(len(sys.modules))"], capture_output=True, text=True
+    ).stdout
     assert int(out.split()[-1]) - int(bare) < 60
     assert cpu_seconds("-c", "import deepseek_ft") >= 0
 

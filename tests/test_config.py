@@ -71,7 +71,9 @@ def test_a_list_override_replaces_the_list():
 )
 def test_numbers_are_numbers_whatever_they_look_like(text, value, tmp_path):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"name: x\nmodel: {{path: preset:tiny-v3}}\ndata: {{train: [{{source: python-stdlib}}]}}\noptim: {{lr: {text}}}\n")
+    recipe.write_text(
+        f"name: x\nmodel: {{path: preset:tiny-v3}}\ndata: {{train: [{{source: python-stdlib}}]}}\noptim: {{lr: {text}}}\n"
+    )
     lr = load_config(recipe).optim.lr
     assert lr == value and type(lr) is float
     assert load_config(recipe, [f"optim.lr={text}"]).optim.lr == value
@@ -117,7 +119,9 @@ def test_the_nearest_right_key_is_named(word, hint):
 
 def test_where_it_came_from_is_named(tmp_path):
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("name: x\nmodel: {path: preset:tiny-v3}\ndata:\n  train: [{source: python-stdlib}]\n  sq_len: 5\n")
+    recipe.write_text(
+        "name: x\nmodel: {path: preset:tiny-v3}\ndata:\n  train: [{source: python-stdlib}]\n  sq_len: 5\n"
+    )
     assert "mine.yaml:5" in problems(recipe)
     assert "command line" in problems("quickstart", ["seed=x"])
     assert "keyword argument" in problems("quickstart", seed="x")
@@ -159,7 +163,9 @@ def test_recipe_names():
 def test_paths_are_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DATA", "/data")
-    config = load_config("quickstart", ["output_dir=~/runs/x", "data.path=$DATA/x", "data.train.0.path=${oc.env:DATA}/y"])
+    config = load_config(
+        "quickstart", ["output_dir=~/runs/x", "data.path=$DATA/x", "data.train.0.path=${oc.env:DATA}/y"]
+    )
     assert (config.output_dir, config.data.path, config.data.train[0].path) == ("/home/me/runs/x", "/data/x", "/data/y")
 
 
@@ -174,6 +180,9 @@ def test_an_override_replaces_the_alternative_of_the_recipe():
     ("words", "expected"),
     [(["optim.warmup_steps=3", "optim.warmup_ratio=0.1"], "keep one"),
      (["train.global_batch_size=3", "train.grad_accum_steps=1"], "keep one"),
+     (["seed=-1"], "seed"), (["seed=4294967296"], "seed"), (["name="], "name"),
+     (["optim.warmup_steps=0.1"], "optim.warmup_ratio=0.1"), (["data.train.0.source=pyton-stdlib"], "python-stdlib?"),
+     (["optim.schedule=wsd", "optim.warmup_ratio=0.9"], "more than the whole run"),
      (["strategy=zero2", "deepspeed=x.json"], "keep one"),
      (["optim.schedule=constant"], "no warm-up"),
      (["optim.schedule=warmup"], "never comes down"),
@@ -186,6 +195,87 @@ def test_an_override_replaces_the_alternative_of_the_recipe():
 )  # fmt: skip
 def test_contradictions_and_ranges(words, expected):
     assert expected in problems("quickstart", words)
+
+
+@pytest.mark.parametrize(
+    "key", ["ranks", "train.max_steps", "optim.warmup_ratio", "data.train.0.max_documents", "seed", "name"]
+)
+def test_unset_variables_in_any_kind_of_key(key):
+    assert "NOPE_NOT_SET" in problems("quickstart", [f"{key}=${{oc.env:NOPE_NOT_SET}}"])
+
+
+def test_interpolation_mistakes():
+    assert "optim.nope" in problems("quickstart", ["name=${optim.nope}"])
+    assert problems("quickstart", ["name=${output_dir}"])
+    assert "problems" not in problems("quickstart", ["name=null"])  # one mistake, said once
+
+
+def test_dotted_and_merge_keys_in_yaml(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("""
+name: x
+model.path: preset:tiny-v3
+optim.lr: 1e-4
+optim: {eps: 1e-6}
+data:
+  path: here
+  train: [&a {source: code, split: train, holdout: 0.2}]
+  eval: [{<<: *a, split: validation}]
+""")
+    config = load_config(recipe)
+    assert (config.optim.lr, config.optim.eps, config.model.path) == (1e-4, 1e-6, "preset:tiny-v3")
+    assert config.data.eval[0].split == "validation" and config.data.eval[0].holdout == 0.2
+
+
+def test_list_entries_that_are_not_there():
+    for index in ("5", "-1", "00", "²"):
+        assert f"data.train.{index}" in problems("quickstart", [f"data.train.{index}.path=x"])
+
+
+def test_python_values():
+    assert load_config("quickstart", optim={"betas": np.array([0.5, 0.6])}).optim.betas == [0.5, 0.6]
+    assert load_config("quickstart", output_dir=Path("a/b")).output_dir == "a/b"
+    for wrong in (5, [1], [("optim.lr", 1)]):
+        assert problems("quickstart", wrong)
+    for section in ({"optim": None}, ["optim="]):
+        assert "section of keys" in problems("quickstart", section)
+    for name in ("", ".", "/", "~nouser/x", "x" * 300, "a/"):
+        assert "no recipe named" in problems(name)
+
+
+def test_names_survive_the_dump(tmp_path):
+    for name in ("none", "on", "12:30", "1e5", "null-ish", "true story"):
+        saved = tmp_path / "c.yaml"
+        saved.write_text(to_yaml(load_config("quickstart", [f"name={name}"])))
+        assert load_config(saved).name == name
+
+
+@pytest.mark.parametrize("word", ["no", "yes", "on", "off", "true", "False"])
+def test_switches(word):
+    expected = word.lower() in ("yes", "on", "true")
+    assert load_config("quickstart", [f"model.gradient_checkpointing={word}"]).model.gradient_checkpointing is expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.eval.0.holdout=0.2"],
+        ["data.train.0.split=null"],
+        ["data.eval.0.split=train"],
+        ["data.train=[{source: text, path: a}]", "data.eval=[{source: text, path: a}]"],
+        [
+            "data.path=a",
+            "data.train=[{source: wikitext-2, split: test}]",
+            "data.eval=[{source: wikitext-2, path: a, split: test}]",
+        ],
+    ],
+)
+def test_held_out_text_is_not_trained_on(words):
+    assert "trained on" in problems("quickstart", words)
+
+
+def test_different_sources_may_share_a_split():
+    load_config("quickstart", ["data.train=[{source: text, path: a}]", "data.eval=[{source: text, path: b}]"])
 
 
 def test_overrides_must_be_overrides():

@@ -42,7 +42,12 @@ def test_shipped_files(name):
     assert zero["stage"] == strategy.stage
     assert (zero.get("offload_optimizer", {}).get("device") == "cpu") == strategy.offload_optimizer
     assert (zero.get("offload_param", {}).get("device") == "cpu") == strategy.offload_params
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
         assert row[key] == "auto"
     if strategy.stage == 3:
         assert zero["stage3_gather_16bit_weights_on_model_save"] is True
@@ -96,7 +101,10 @@ def test_warmup_lr_in_the_file_needs_the_same_ramp():
 
 def test_fixed_total_steps_are_refused():
     config = load_config(RECIPE, {"optim.schedule": "linear"})
-    block = {"type": "WarmupDecayLR", "params": {"total_num_steps": 3, "warmup_num_steps": 1000, "warmup_type": "linear"}}
+    block = {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 3, "warmup_num_steps": 1000, "warmup_type": "linear"},
+    }
     assert 'write "auto"' in problems(config, scheduler=block)
     block["params"]["total_num_steps"] = "auto"
     assert not problems(config, scheduler=block)
@@ -148,6 +156,58 @@ def test_refused(more, expected):
     assert expected in problems(**more)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"zero_optimization": {"stage": s}} for s in (True, "²", -1, 2.5, "two", [2])]
+    + [{"zero_optimization": {"stage": 2, "offload_optimizer": v}} for v in ("cpu", True, [], {"device": "CPU"}, {"device": 1})]
+    + [{"zero_optimization": {"stage": 2, "reduce_bucket_size": v}} for v in ("big", -1, [5], 1.5)]
+    + [{"fp16": {"enabled": "auto", "loss_scale": [1]}}, {"fp16": {"initial_scale_power": "abc"}}, {"steps_per_print": "abc"},
+       {"aio": []}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {"gradient_allreduce_op": "sum"},
+       {"bfloat16": {"enabled": True}}, {"scheduler": {"type": ["WarmupLR"]}}, {"scheduler": {"type": "WarmupLR", "params": "auto"}},
+       {"optimizer": {"type": "AdamW", "params": {"betas": ["a", "b"]}}}, {"optimizer": {"params": {"betas": [None, 0.95]}}},
+       {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+       {"scheduler": {"type": "OneCycle"}}, {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}},
+       {"zero_optimization": {"stage": 2, "cpu_offload": True}}, {"gradient_clipping": float("nan")}],
+    ids=str,
+)  # fmt: skip
+def test_also_refused(more):
+    assert "mine.json: " in problems(**more)
+
+
+def test_null_means_auto():
+    raw = ds(gradient_clipping=None, fp16={"enabled": None})
+    done, wrong, notes = check(raw, "mine.json", load_config(RECIPE), BATCH)
+    assert not wrong and done["gradient_clipping"] == "auto" and done["fp16"]["enabled"] == "auto" and len(notes) == 2
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_what_a_scheduler_is_not_told_comes_from_the_recipe(kind):
+    """DeepSpeed's own defaults are a peak of 0.001 and 1,000 steps (casebook SCH-2)."""
+    config = load_config(RECIPE, {"optim.schedule": "warmup" if kind == "WarmupLR" else "linear"})
+    raw = ds(scheduler={"type": kind, "params": {"warmup_type": "linear"}})
+    done, wrong, notes = check(raw, "mine.json", config, BATCH)
+    assert not wrong
+    expected = {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps"}
+    expected |= {"total_num_steps"} if kind == "WarmupDecayLR" else set()
+    assert {k for k, v in done["scheduler"]["params"].items() if v == "auto"} == expected and len(notes) == len(
+        expected
+    )
+
+
+@pytest.mark.parametrize("steps", [0, 1, None])
+def test_deepspeed_cannot_warm_up_in_less_than_two_steps(steps):
+    config = load_config(RECIPE, {"optim.schedule": "warmup", "optim.warmup_steps": steps})
+    block = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
+    assert "at least 2 steps" in problems(config, scheduler=block)
+
+
+def test_deep_nesting_is_one_message(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"a":' * 100_000)
+    with pytest.raises(ConfigError, match=r"mine\.json"):
+        read(str(path))
+
+
 def test_static_loss_scale_is_said():
     notes = check(ds(fp16={"enabled": "auto", "loss_scale": 8}), "mine.json", load_config(RECIPE), BATCH)[2]
     assert any("static" in n for n in notes)
@@ -171,4 +231,8 @@ def test_missing_file_names_the_shipped_ones():
 
 def test_shipped_files_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert read("ds_configs/zero3.json") == read("zero3") == json.loads((resource_dir("ds_configs") / "zero3.json").read_text())
+    assert (
+        read("ds_configs/zero3.json")
+        == read("zero3")
+        == json.loads((resource_dir("ds_configs") / "zero3.json").read_text())
+    )

@@ -25,7 +25,16 @@ def three_cards(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
-    [(None, "0 1 2"), ("", ""), ("-1", ""), ("2", "2"), ("2,0", "2 0"), ("GPU-bbb", "1"), ("0,7,1", "0"), (" 1 , 2 ", "1 2")],
+    [
+        (None, "0 1 2"),
+        ("", ""),
+        ("-1", ""),
+        ("2", "2"),
+        ("2,0", "2 0"),
+        ("GPU-bbb", "1"),
+        ("0,7,1", "0"),
+        (" 1 , 2 ", "1 2"),
+    ],
 )
 def test_visible_cards_are_cudas(three_cards, monkeypatch, visible, expected):
     if visible is None:

@@ -22,7 +22,11 @@ def test_cpu_ranks_get_their_share_of_cores(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     environment, _ = launch.child_environment(*planned(), 3)
-    assert (environment["OMP_NUM_THREADS"], environment["DS_ACCELERATOR"], environment["GLOO_SOCKET_IFNAME"]) == ("2", "cpu", "lo")
+    assert (environment["OMP_NUM_THREADS"], environment["DS_ACCELERATOR"], environment["GLOO_SOCKET_IFNAME"]) == (
+        "2",
+        "cpu",
+        "lo",
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert launch.child_environment(*planned(), 3)[0]["OMP_NUM_THREADS"] == "5"
 
@@ -31,7 +35,9 @@ def test_no_peer_to_peer_is_told_to_the_ranks(monkeypatch):
     for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     environment, notes = launch.child_environment(*planned(THREE_4090), 3)
-    assert environment["NCCL_P2P_DISABLE"] == environment["NCCL_IB_DISABLE"] == "1" and any("peer-to-peer" in n for n in notes)
+    assert environment["NCCL_P2P_DISABLE"] == environment["NCCL_IB_DISABLE"] == "1" and any(
+        "peer-to-peer" in n for n in notes
+    )
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
     environment, notes = launch.child_environment(*planned(THREE_4090), 3)
     assert environment["NCCL_P2P_DISABLE"] == "0" and not notes
@@ -53,7 +59,13 @@ def test_leftovers_that_would_override_the_recipe_do_not_reach_the_ranks(monkeyp
 
 
 def as_rank(monkeypatch, port=29_500, **more):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
@@ -107,7 +119,9 @@ def test_a_childs_error_is_raised_as_the_parents_own():
     assert type(caught.value).__name__ == "DataError"
 
 
-@pytest.mark.parametrize(("code", "said"), [("raise SystemExit(3)", "exit code 3"), ("import os; os.kill(os.getpid(), 9)", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("code", "said"), [("raise SystemExit(3)", "exit code 3"), ("import os; os.kill(os.getpid(), 9)", "SIGKILL")]
+)
 def test_a_death_is_a_run_error(code, said):
     with pytest.raises(RunError, match=said):
         launch._run([sys.executable, "-c", code], dict(os.environ), "training")

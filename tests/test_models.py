@@ -14,7 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from deepseek_ft import CheckpointError, ConfigError, DataError, load_config, plan_run
 from deepseek_ft.data.sources import Corpus
 from deepseek_ft.hardware import Hardware
-from deepseek_ft.models import load_model, load_tokenizer, model_source, require_text, token_bytes, tokenizer_id, tokenizer_source
+from deepseek_ft.models import (
+    load_model,
+    load_tokenizer,
+    model_source,
+    require_text,
+    token_bytes,
+    tokenizer_id,
+    tokenizer_source,
+)
 from deepseek_ft.shapes import PRESETS, find_shape, shape_from_config
 
 TEXT = "def add(a, b):\n    return 12345 + b  # ≤ ℕ\n你好，世界\r\n"
@@ -22,12 +30,16 @@ CPU = Hardware(gpus=(), cores=2, host_memory_bytes=8 << 30)
 
 
 def corpus():
-    return Corpus("t", "models", lambda: iter([TEXT, Path(json.__file__).read_text(), Path(shutil.__file__).read_text()]))
+    return Corpus(
+        "t", "models", lambda: iter([TEXT, Path(json.__file__).read_text(), Path(shutil.__file__).read_text()])
+    )
 
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory):
-    return tokenizer_source(load_config("quickstart", {"model.tokenizer": "train:400"}), [corpus()], tmp_path_factory.mktemp("tok"))
+    return tokenizer_source(
+        load_config("quickstart", {"model.tokenizer": "train:400"}), [corpus()], tmp_path_factory.mktemp("tok")
+    )
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers
@@ -36,7 +48,10 @@ def tokenizer_folder(tmp_path_factory):
 def test_a_trained_tokenizer_gives_text_back(tokenizer_folder):
     tokenizer = load_tokenizer(tokenizer_folder)
     for text in (TEXT, "  leading", "tabs\t\tand\x0bodd", "🦊 don't", "<｜end▁of▁sentence｜>"):
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), clean_up_tokenization_spaces=False) == text
+        assert (
+            tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), clean_up_tokenization_spaces=False)
+            == text
+        )
     assert len(tokenizer) == 400 and tokenizer.eos_token_id == 1
     assert tokenizer_id(tokenizer) == tokenizer_id(load_tokenizer(tokenizer_folder))
 
@@ -66,7 +81,12 @@ def test_a_class_that_splits_otherwise_is_refused(tokenizer_folder, tmp_path):
     settings["tokenizer_class"] = "Qwen2Tokenizer"
     (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer_json = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
-    tokenizer_json["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer_json["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     try:
         load_tokenizer(str(tmp_path / "t"))
@@ -151,7 +171,10 @@ def test_a_preset_is_made_once_and_from_its_seed(llama, tokenizer_folder, tmp_pa
     again = model_source(config, tokenizer, tmp_path)
     weights = [load_file(f"{f}/model.safetensors") for f in (folder, again)]
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
-    other = load_file(model_source(load_config("quickstart", {"model.path": "preset:tiny-llama", "seed": 1}), tokenizer, tmp_path) + "/model.safetensors")
+    other = load_file(
+        model_source(load_config("quickstart", {"model.path": "preset:tiny-llama", "seed": 1}), tokenizer, tmp_path)
+        + "/model.safetensors"
+    )
     assert not torch.equal(weights[0]["lm_head.weight"], other["lm_head.weight"])
     assert weights[0]["lm_head.weight"].shape[0] == 448  # 400 ids, rounded up
 

@@ -19,7 +19,9 @@ def test_in_a_kernel(tiny_recipe, tmp_path):
         f"try:\n    finetune({str(tiny_recipe)!r}, data={{'path': '/nowhere'}})\nexcept Exception as e:\n    print(type(e).__name__, e)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     texts = ["".join(o.get("text", "") for o in c.outputs) for c in notebook.cells]
     assert "step 3/3 | loss" in texts[1]
     assert "'world_size': 3" in texts[3] and "3 2 3 True" in texts[3] and "'zero_stage': 3" in texts[3]

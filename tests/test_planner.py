@@ -79,6 +79,7 @@ def test_offload_needs_its_op():
 def test_precision():
     assert "bf16 only" in refused("strategy=zero3_bf16", "train.precision=fp16")
     assert "no fp16 on the CPU" in refused("strategy=ddp", "train.precision=fp16")
+    assert "no fp16 on the CPU" in refused("strategy=zero3", "train.precision=fp16", can_build_ops=False)
     assert plan("strategy=zero2", "train.precision=fp16").deepspeed["fp16"]["enabled"] == "auto"
 
 
@@ -108,10 +109,19 @@ def test_own_deepspeed_file(tmp_path):
     assert (p.strategy.name, p.strategy.stage, p.strategy.offload_optimizer) == ("mine.json", 2, True)
     assert p.ops == ("cpu_adam",) and p.deepspeed["gradient_clipping"] == "auto"
     file.write_text(json.dumps({"train_batch_size": 5, "scheduler": {"type": "WarmupLR", "params": {}}}))
-    text = refused(f"deepspeed={file}", hardware=cards(3))
-    assert "5 in the file, but 24" in text and "WarmupLR" in text
+    with pytest.raises(ConfigError, match="5 in the file, but 24") as caught:
+        plan(f"deepspeed={file}", hardware=cards(3))
+    assert "WarmupLR" in str(caught.value)
+    for stage in ("2.0", 2.0, "2"):
+        file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+        assert plan(f"deepspeed={file}", hardware=cards(3)).strategy.stage == 2
     with pytest.raises(ConfigError, match="no file"):
         plan("deepspeed=nowhere.json")
+    with pytest.raises(ConfigError, match="no file"):
+        plan(f"deepspeed={tmp_path}/zero3.json")  # a mistyped path is not the shipped file of that name
+    with pytest.raises(ConfigError, match="5 in the file"):
+        file.write_text(json.dumps({"train_batch_size": 5}))
+        plan(f"deepspeed={file}", can_build_ops=False)  # also where the file would not be used in the end
 
 
 def test_notes():

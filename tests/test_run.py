@@ -86,7 +86,15 @@ def test_metrics_have_every_number(launched):
     losses = [r for r in rows if "loss" in r]
     assert [r["step"] for r in losses] == list(range(1, 13))
     for row in losses:
-        for key in ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory_bytes", "eta_seconds", "target_tokens"):
+        for key in (
+            "loss",
+            "learning_rate",
+            "grad_norm",
+            "tokens_per_second",
+            "peak_memory_bytes",
+            "eta_seconds",
+            "target_tokens",
+        ):
             assert math.isfinite(row[key]), key
     assert losses[-1]["target_tokens"] == 12 * 6 * 63
     rates = [r["learning_rate"] for r in losses]
@@ -96,7 +104,9 @@ def test_metrics_have_every_number(launched):
 
 def test_the_saved_config_reproduces_the_run(launched, tmp_path):
     again = train(launched["folder"] / "config.yaml", cwd=tmp_path)
-    curves = [[r["loss"] for r in read_metrics(r["folder"] / "metrics.jsonl") if "loss" in r] for r in (launched, again)]
+    curves = [
+        [r["loss"] for r in read_metrics(r["folder"] / "metrics.jsonl") if "loss" in r] for r in (launched, again)
+    ]
     assert curves[0] == curves[1]
     assert again["recipe"] == launched["recipe"]
 
@@ -118,7 +128,9 @@ def test_from_python_and_twice_in_one_process(tiny_recipe, tmp_path, monkeypatch
 
 
 def test_bf16_and_gradient_checkpointing_under_zero3_bf16(tiny_recipe, tmp_path, cache):
-    result = train(tiny_recipe, "strategy=zero3_bf16", "train.precision=bf16", "model.gradient_checkpointing=true", cwd=tmp_path)
+    result = train(
+        tiny_recipe, "strategy=zero3_bf16", "train.precision=bf16", "model.gradient_checkpointing=true", cwd=tmp_path
+    )
     check_finished(result)
     assert result["engine_facts"]["bf16"] and not result["engine_facts"]["fp16"]
     assert perplexity_of_folder(result, cache)["perplexity"] == pytest.approx(result["after"]["perplexity"], rel=2e-2)

@@ -82,7 +82,7 @@ def test_jsonl(data, read, opener):
      (b'{"text":"ok"}\n{"text":null}\n', ["a.jsonl:2", "null"]),
      (b'{"content":"ok"}\n', ["a.jsonl:1", "'content'", "text_field"]),
      (b'[1]\n', ["a.jsonl:1", "list"]), (b'{"text":"a\x0bb"}', ["a.jsonl:1", "not valid JSON"]),
-     (b"[" * 100_000, ["a.jsonl:1", "not valid JSON"])],
+     (b"[" * 100_000, ["a.jsonl:1", "not valid JSON"]), (b'{"text":"ok","n":' + b"9" * 5000 + b"}", ["a.jsonl:1"])],
 )  # fmt: skip
 def test_a_broken_row_is_named(data, read, raw, words):
     (data / "a.jsonl").write_bytes(raw)
@@ -96,6 +96,11 @@ def test_truncated_archives_are_named(data, read):
     (data / "a.jsonl.gz").unlink()
     (data / "b.jsonl.xz").write_bytes(b"not xz at all")
     error(lambda: read("jsonl"), "b.jsonl.xz")
+    (data / "b.jsonl.xz").unlink()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    (data / "c.jsonl.gz").write_bytes(flipped)
+    error(lambda: read("jsonl"), "c.jsonl.gz")
 
 
 def test_bad_bytes_name_file_and_line(data, read):
@@ -109,8 +114,6 @@ def test_missing_paths(tmp_path, data, read):
     error(lambda: read("text", data / "corpus"), "no file below", "*.txt")
     with pytest.raises(DataError, match="needs a path"):
         open_source(SourceConfig(source="code"), DataConfig(), tmp_path, "data.train.0")
-    with pytest.raises(DataError, match="Did you mean openwebtext"):
-        open_source(SourceConfig(source="openwebtex"), DataConfig(), tmp_path, "data.train.0")
 
 
 def test_held_out_documents_are_never_trained_on(data, read):
@@ -145,7 +148,18 @@ def test_fingerprint_follows_the_content(tmp_path, data):
 
 # ------------------------------------------------------------------------------------------------- wikitext
 
-LINES = ["", " = Title = \n", " text \n", "", " = = Section = = \n", " x = 3 = y \n", " = 3 x = \n", " ", " = Other = ", " more "]
+LINES = [
+    "",
+    " = Title = \n",
+    " text \n",
+    "",
+    " = = Section = = \n",
+    " x = 3 = y \n",
+    " = 3 x = \n",
+    " ",
+    " = Other = ",
+    " more ",
+]
 
 
 def test_wikitext_articles():
@@ -178,6 +192,26 @@ def test_raw_and_tokenised_are_not_mixed_up(data, read):
     error(lambda: read("wikitext-103", split="test"), "raw variant", "source: wikitext-103-raw")
     assert read("wikitext-103-raw", split="test")
     error(lambda: read("wikitext-103-raw", split="train"), "no file of the train split", "wiki.test.raw")
+
+
+@pytest.mark.parametrize(
+    "names", [("wikitext-103-v1", "wikitext-103-raw-v1", "wikitext-2-v1"), ("wikitext-103", "wikitext-2")]
+)
+def test_a_copy_of_the_whole_repository_is_one_variant(data, read, names):
+    """The hub's clone has a folder per variant, all with the same file names."""
+    for name in names:
+        (data / name).mkdir()
+        table = pa.table({"text": [f" = {name} = \n", " x \n"]})
+        pq.write_table(table, data / name / "train-00000-of-00001.parquet")
+    assert read("wikitext-103", split="train") == [f" = {names[0]} = \n x \n"]
+    error(lambda: read("wikitext-2-raw", split="train"), "but not wikitext-2-raw")
+
+
+def test_a_single_file_is_held_against_split_and_variant(data, read):
+    (data / "wiki.test.raw").write_text(" = A = \n x \n")
+    error(lambda: read("wikitext-103-raw", data / "wiki.test.raw", split="train"), "no file of the train split")
+    error(lambda: read("wikitext-103", data / "wiki.test.raw", split="test"), "raw variant")
+    assert read("wikitext-103-raw", data / "wiki.test.raw", split="test") == [" = A = \n x \n"]
 
 
 def test_parquet_columns(data, read):
@@ -240,7 +274,12 @@ def test_a_hub_that_does_not_answer_names_the_way_out(monkeypatch, tmp_path):
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     entry = SourceConfig(source="openwebtext", split="train")
-    error(lambda: open_source(entry, DataConfig(), tmp_path, "data.train.0"), "Skylion007/openwebtext", "data.path", "HF_ENDPOINT")
+    error(
+        lambda: open_source(entry, DataConfig(), tmp_path, "data.train.0"),
+        "Skylion007/openwebtext",
+        "data.path",
+        "HF_ENDPOINT",
+    )
 
 
 # ----------------------------------------------------------------------------------------------- real files
@@ -265,4 +304,3 @@ def test_real_openwebtext(read):
     tree = read("openwebtext", SHARED / "text/hf-dummy/openwebtext")
     files = sorted((SHARED / "text/hf-dummy/openwebtext").rglob("*.txt"))
     assert tree == [f.read_bytes().decode() for f in files]
-

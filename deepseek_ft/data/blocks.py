@@ -52,6 +52,9 @@ class Blocks:
         self.folder = folder
         self.stats = BlockStats(**json.loads((folder / "stats.json").read_text(encoding="utf-8")))
         shape = (self.stats.blocks, self.stats.seq_len)
+        size = (folder / "tokens.bin").stat().st_size
+        if size != shape[0] * shape[1] * np.dtype(self.stats.dtype).itemsize:
+            raise ValueError(f"tokens.bin has {size} bytes, which is not {shape[0]} x {shape[1]} tokens")
         self.ids = np.memmap(folder / "tokens.bin", dtype=self.stats.dtype, mode="r", shape=shape)
 
     def __len__(self) -> int:
@@ -64,7 +67,12 @@ class Blocks:
 
 
 def blocks_key(corpora: list[Corpus], tokenizer_id: str, seq_len: int) -> str:
-    made_of = {"format": FORMAT, "corpora": [c.fingerprint for c in corpora], "tokenizer": tokenizer_id, "seq_len": seq_len}
+    made_of = {
+        "format": FORMAT,
+        "corpora": [c.fingerprint for c in corpora],
+        "tokenizer": tokenizer_id,
+        "seq_len": seq_len,
+    }
     return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
 
 
@@ -98,10 +106,15 @@ def build_blocks(
     label = " + ".join(c.label for c in corpora)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
-        if (folder / "stats.json").is_file():
-            blocks = Blocks(folder)
-            log.info("data %s: %s blocks of %d tokens from the cache", label, f"{len(blocks):,}", seq_len)
-            return blocks
+        if folder.is_dir():
+            try:
+                blocks = Blocks(folder)
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                log.warning("data %s: the cache %s is damaged (%s) and made again", label, folder, error)
+                shutil.rmtree(folder)
+            else:
+                log.info("data %s: %s blocks of %d tokens from the cache", label, f"{len(blocks):,}", seq_len)
+                return blocks
         building = folder.with_suffix(".building")
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
@@ -117,7 +130,9 @@ def build_blocks(
     return Blocks(folder)
 
 
-def _tokenise(corpora: list[Corpus], tokenizer: Tokenizer, eos_id: int, seq_len: int, path: Path, label: str) -> BlockStats:
+def _tokenise(
+    corpora: list[Corpus], tokenizer: Tokenizer, eos_id: int, seq_len: int, path: Path, label: str
+) -> BlockStats:
     dtype = np.uint16 if tokenizer.get_vocab_size(with_added_tokens=True) <= 2**16 else np.uint32
     documents = text_bytes = words = tokens = 0
     started = said = time.monotonic()

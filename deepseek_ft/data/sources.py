@@ -5,6 +5,7 @@ One function per kind of source. Files are read as the bytes they are: only UTF-
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import gzip
 import hashlib
@@ -15,6 +16,7 @@ import os
 import re
 import sysconfig
 import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +33,6 @@ HUB = {
     "wikitext-2-raw": ("Salesforce/wikitext", "wikitext-2-raw-v1", None),
     "openwebtext": ("Skylion007/openwebtext", None, "refs/convert/parquet"),
 }
-LOCAL = ("text", "code", "jsonl", "python-stdlib")
-KNOWN = (*HUB, *LOCAL)
 
 _CODE = ("c cc cpp cu cuh cs css dart f90 go h hpp html hs java jl js json jsx kt lua m md ml mm php pl proto py pyi r "
          "rb rs scala sh sql swift ts tsx vue yaml yml toml v vhd zig")  # fmt: skip
@@ -62,8 +62,6 @@ class Corpus:
 def _find_files(root: Path, include: list[str], exclude: list[str], key: str) -> list[Path]:
     if root.is_file():
         return [root]
-    if not root.is_dir():
-        raise DataError(f"{key}: there is no file or folder {str(root)!r}" + _nearby(root))
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(d for d in subfolders if d not in _NEVER and not d.startswith("."))
@@ -107,15 +105,16 @@ def _open(path: Path) -> BinaryIO:
     return open(path, "rb")
 
 
-_BROKEN = (OSError, EOFError, lzma.LZMAError, tarfile.TarError)
+_BROKEN = (OSError, EOFError, lzma.LZMAError, tarfile.TarError, zlib.error)
 
 
-def _decode(data: bytes, where: str) -> str:
+def _decode(data: bytes, where: str, one_line: bool = False) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{where}:{line} is not UTF-8: byte 0x{data[error.start]:02x}; convert the file, or leave it out "
+        number = data.count(b"\n", 0, error.start) + 1
+        line = "" if one_line else f":{number}"
+        raise DataError(f"{where}{line} is not UTF-8: byte 0x{data[error.start]:02x}; convert the file, or leave it out "
                         "with `exclude`") from None  # fmt: skip
 
 
@@ -143,19 +142,22 @@ def _jsonl_file(path: Path, field: str) -> Iterator[str]:
 
 
 def _json_document(line: bytes, where: str, field: str) -> str:
+    text = _decode(line.removeprefix(b"\xef\xbb\xbf"), where, one_line=True)
+
     def no_duplicates(pairs):
         row = dict(pairs)
         if len(row) < len(pairs):
-            raise DataError(f"{where}: a key is given twice: {_decode(line, where)[:80].strip()}")
+            raise DataError(f"{where}: a key is given twice: {text[:80].strip()}")
         return row
 
-    text = _decode(line, where)
     try:
         row = json.loads(text, object_pairs_hook=no_duplicates)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not valid JSON ({error}): {text[:80].strip()}") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where} holds a {type(row).__name__}, not an object with a field {field!r}: {text[:80].strip()}")
+        raise DataError(
+            f"{where} holds a {type(row).__name__}, not an object with a field {field!r}: {text[:80].strip()}"
+        )
     if field not in row:
         raise DataError(f"{where} has no field {field!r}; it has {', '.join(map(repr, row))}. Set `text_field`")
     value = row[field]
@@ -164,7 +166,9 @@ def _json_document(line: bytes, where: str, field: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError(f"{where}: the field {field!r} holds half a character (a lone surrogate): {text[:80].strip()}") from None
+        raise DataError(
+            f"{where}: the field {field!r} holds half a character (a lone surrogate): {text[:80].strip()}"
+        ) from None
     return value
 
 
@@ -175,7 +179,9 @@ def _parquet_file(path: Path, field: str) -> Iterator[str]:
     try:
         file = pq.ParquetFile(path)
         if field not in file.schema_arrow.names:
-            raise DataError(f"{path} has no column {field!r}; it has {', '.join(file.schema_arrow.names)}. Set `text_field`")
+            raise DataError(
+                f"{path} has no column {field!r}; it has {', '.join(file.schema_arrow.names)}. Set `text_field`"
+            )
         kind = file.schema_arrow.field(field).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(f"{path}: column {field!r} is {kind}, not text")
@@ -233,11 +239,12 @@ def _is_tar(path: Path) -> bool:
 
 
 def _content_hash(path: Path, known: dict[str, list]) -> str:
-    """Hash of a file's bytes; from `known` when path, size and modification time are those of last time."""
+    """Hash of a file's bytes; from `known` when path, size and times are those of last time."""
     stat = path.stat()
-    key = str(path.resolve())
+    key = os.fsdecode(path.resolve()).encode("utf-8", "backslashreplace").decode()
+    changed = f"{stat.st_mtime_ns}/{stat.st_ctime_ns}"  # ctime too: a copied-over file may keep its old mtime
     entry = known.get(key)
-    if entry and entry[:2] == [stat.st_size, stat.st_mtime_ns]:
+    if entry and entry[:2] == [stat.st_size, changed]:
         return entry[2]
     digest = hashlib.blake2b(digest_size=16)
     try:
@@ -246,7 +253,7 @@ def _content_hash(path: Path, known: dict[str, list]) -> str:
                 digest.update(chunk)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    known[key] = [stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
+    known[key] = [stat.st_size, changed, digest.hexdigest()]
     return known[key][2]
 
 
@@ -254,18 +261,21 @@ def _fingerprint_files(files: list[Path], root: Path, cache_dir: Path) -> str:
     index = cache_dir / "file_hashes.json"
     try:
         known = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known = {k: v for k, v in known.items() if isinstance(v, list) and len(v) == 3}
+    except (OSError, ValueError, AttributeError):
         known = {}
-    before = len(known), hash(json.dumps(known))
+    before = dict(known)
     base = root if root.is_dir() else root.parent
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
-        digest.update(f"{path.relative_to(base).as_posix()}\0{_content_hash(path, known)}\n".encode())
-    if before != (len(known), hash(json.dumps(known))):
-        index.parent.mkdir(parents=True, exist_ok=True)
+        name = os.fsencode(path.relative_to(base).as_posix())
+        digest.update(name + b"\0" + _content_hash(path, known).encode() + b"\n")
+    if before != known:
         partial = index.with_name(f"{index.name}.{os.getpid()}")
-        partial.write_text(json.dumps(known), encoding="utf-8")
-        partial.replace(index)  # the index only saves time: the last writer wins
+        with contextlib.suppress(OSError):  # the index only saves time; and the last writer wins
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(known), encoding="utf-8")
+            partial.replace(index)
     return digest.hexdigest()
 
 
@@ -306,24 +316,39 @@ def _wikitext_lines(path: Path, field: str) -> Iterator[str]:
             yield from text.split("\n")
 
 
+_VARIANT = re.compile(r"wikitext-(2|103)(-raw)?(-v1)?\Z")
+
+
 def _wikitext_files(name: str, root: Path, split: str | None, key: str) -> list[Path]:
-    if root.is_file():
-        return [root]
-    everything = _find_files(root, ["*.tokens", "*.raw", "*.parquet", "*.jsonl", "*.jsonl.gz", "*.txt"], [], key)
-    wanted = [
-        p for p in everything
-        if split is None or any(re.search(rf"(^|[^a-z]){w}([^a-z]|$)", p.name.lower()) for w in _SPLIT_WORDS[split])
-    ]  # fmt: skip
+    """The files of one variant and split: by the folders' names, the files' names and their endings."""
+    patterns = ["*.tokens", "*.raw", "*.parquet", "*.jsonl", "*.jsonl.gz", "*.txt"]
+    everything = _find_files(root, patterns, [], key)
+
+    # A copy of the hub's repository, or of the whole download, has a folder per variant.
+    variants: dict[str, list[Path]] = {}
+    for path in everything:
+        parts = path.relative_to(root).parts[:-1] if root.is_dir() else ()
+        named = [m for m in map(_VARIANT.match, parts) if m]
+        variants.setdefault(named[-1][0].removesuffix("-v1") if named else "", []).append(path)
+    if set(variants) != {""}:
+        if name not in variants:
+            raise DataError(f"{key}: {str(root)!r} has {', '.join(sorted(filter(None, variants)))}, but not {name}")
+        everything = variants[name]
+
+    def is_of(path: Path, words: tuple[str, ...]) -> bool:
+        return any(re.search(rf"(^|[^a-z]){w}([^a-z]|$)", path.name.lower()) for w in words)
+
+    wanted = [p for p in everything if split is None or is_of(p, _SPLIT_WORDS[split])]
     if not wanted:
         raise DataError(f"{key}: {str(root)!r} has no file of the {split} split; it has "
-                        + ", ".join(sorted(p.name for p in everything)[:8]))  # fmt: skip
+                        + ", ".join(sorted({p.name for p in everything})[:8]))  # fmt: skip
     for wrong, right, ending in ((".raw", ".tokens", "raw"), (".tokens", ".raw", "tokenised")):
         if (right == ".raw") == name.endswith("-raw") and any(p.suffix == wrong for p in wanted):
             kept = [p for p in wanted if p.suffix != wrong]
             if not kept:
                 other = name.removesuffix("-raw") if name.endswith("-raw") else f"{name}-raw"
-                raise DataError(f"{key}: {str(root)!r} holds the {ending} variant ({wanted[0].name}), whose words are not "
-                                f"those of {name}; use source: {other}, or a copy with {right} files")  # fmt: skip
+                raise DataError(f"{key}: {wanted[0]} is the {ending} variant, whose words are not those of {name}; use "
+                                f"source: {other}, or a copy with {right} files")  # fmt: skip
             wanted = kept
     return wanted
 
@@ -367,6 +392,25 @@ def in_validation(document: str, holdout: float) -> bool:
     return int.from_bytes(digest, "big") / 2**64 < holdout
 
 
+def locate(source: SourceConfig, data: DataConfig, key: str) -> Path | None:
+    """The file or folder that a source reads, or None for the hub. Looks at nothing inside.
+
+    Raises:
+        DataError: there is none.
+    """
+    if source.source == "python-stdlib":
+        return Path(source.path or sysconfig.get_paths()["stdlib"])
+    path = source.path or data.path
+    if path is None:
+        if source.source in HUB:
+            return None
+        raise DataError(f"{key}: source {source.source} needs a path; set data.path=... or {key}.path=...")
+    root = Path(path)
+    if not root.exists():
+        raise DataError(f"{key}: there is no file or folder {path!r}" + _nearby(root))
+    return root
+
+
 def open_source(source: SourceConfig, data: DataConfig, cache_dir: Path, key: str) -> Corpus:
     """The documents of one entry of `data.train` or `data.eval`.
 
@@ -374,24 +418,14 @@ def open_source(source: SourceConfig, data: DataConfig, cache_dir: Path, key: st
         key: what to call the entry in errors, such as `data.train.0`.
 
     Raises:
-        DataError: an unknown source, a missing or unreadable file, a hub that does not answer.
+        DataError: a missing or unreadable file, a hub that does not answer.
     """
     name = source.source
-    if name not in KNOWN:
-        near = difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(KNOWN)}."
-        raise DataError(f"{key}.source: got {name!r}. {hint}")
-    path_text = source.path if name == "python-stdlib" else source.path or data.path
-    if name == "python-stdlib":
-        path_text = path_text or sysconfig.get_paths()["stdlib"]
-    if path_text is None and name in LOCAL:
-        raise DataError(f"{key}: source {name} needs a path; set data.path=... or {key}.path=...")
-
+    root = locate(source, data, key)
     is_wikitext = name.startswith("wikitext")
-    if path_text is None:
+    if root is None:
         fingerprint, documents = _from_hub(source, key)
     else:
-        root = Path(path_text)
         if is_wikitext:
             files = _wikitext_files(name, root, source.split, key)
         else:
