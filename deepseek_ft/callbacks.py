@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
+from .checkpoints import read_json, write_json
 from .hardware import GIB
 
+_COUNTS = "deepseek_ft.json"  # in a checkpoint: what has been counted so far
 log = logging.getLogger(__name__)
 
 
@@ -33,21 +35,28 @@ def duration(seconds: float) -> str:
 class RunLog(TrainerCallback):
     """Times the steps, asks for the last evaluation, writes metrics.jsonl and shows progress (rank 0)."""
 
-    def __init__(self, trainer, metrics_file: Path):
+    def __init__(self, trainer, metrics_file: Path, resumed_from: Path | None = None):
         self.trainer = trainer
         self.metrics_file = metrics_file
+        self.resumed_from = resumed_from
         self.history: list[dict] = []
         self.step_seconds = 0.0
         """Time inside optimizer steps, without evaluation and checkpoints."""
         self._began = self._marked_seconds = self._marked_tokens = 0.0
         self._marked_step = self._first_step = 0
-        self._learning_rate = 0.0
+        self._learning_rate = self._first_seconds = 0.0
         self._bar = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.assert_planned()
         self.trainer.start_curve()
         self._first_step = self._marked_step = state.global_step
+        if self.resumed_from is not None:
+            counted = read_json(self.resumed_from / _COUNTS)
+            self.trainer.target_tokens += counted.get("target_tokens", 0.0)
+            self.step_seconds = self._marked_seconds = counted.get("step_seconds", 0.0)
+            self._marked_tokens = float(self.trainer.target_tokens)
+        self._first_seconds = self.step_seconds
         if state.is_world_process_zero and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -66,6 +75,11 @@ class RunLog(TrainerCallback):
             control.should_log = True
             control.should_evaluate = self.trainer.eval_blocks is not None
         return control
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            counts = {"target_tokens": float(self.trainer.target_tokens), "step_seconds": self.step_seconds}
+            write_json(Path(args.output_dir, f"checkpoint-{state.global_step}", _COUNTS), counts)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "train_runtime" in logs:
@@ -86,7 +100,9 @@ class RunLog(TrainerCallback):
                 "target_tokens": int(tokens),
                 "step_seconds": seconds / max(1, steps),
                 "peak_memory_bytes": peak_memory_bytes(self.trainer.plan.device),
-                "eta_seconds": self.step_seconds / max(1, done) * (state.max_steps - state.global_step),
+                "eta_seconds": (self.step_seconds - self._first_seconds)
+                / max(1, done)
+                * (state.max_steps - state.global_step),
             }
             self._marked_step, self._marked_seconds, self._marked_tokens = state.global_step, self.step_seconds, tokens
         else:

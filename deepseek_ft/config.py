@@ -497,7 +497,8 @@ def _assign(target, tree: dict, schema: type, prefix: str, problems: list[str]) 
                                 f"({_origin(node)})")  # fmt: skip
                 continue
         elif not isinstance(node, Leaf):
-            problems.append(f"{dotted}: expects {_expected(core)}, got {_describe(node)} ({_origin(node)})")
+            hint = "; put it into a .json file and give its path" if key == "deepspeed" else ""
+            problems.append(f"{dotted}: expects {_expected(core)}, got {_describe(node)} ({_origin(node)}){hint}")
             continue
         else:
             value = node.value

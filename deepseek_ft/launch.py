@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -38,6 +39,30 @@ def launched_ranks() -> int | None:
             )
         return int(size)
     return None
+
+
+def hostfile_ranks(hostfile: str) -> int:
+    """How many ranks a DeepSpeed hostfile stands for: the sum of its `host slots=N` lines.
+
+    Raises:
+        ConfigError: there is no such file, or a line says something else.
+    """
+    try:
+        lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hostfile: {hostfile} cannot be read: {error}") from None
+    slots = 0
+    for number, line in enumerate(lines, start=1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        match = re.fullmatch(r"\S+\s+slots=(\d+)", line)
+        if match is None:
+            raise ConfigError(f"{hostfile}:{number}: got {line!r}; a line is like `worker-1 slots=3`")
+        slots += int(match[1])
+    if not slots:
+        raise ConfigError(f"{hostfile} names no slots; a line is like `worker-1 slots=3`")
+    return slots
 
 
 def is_main_rank() -> bool:

@@ -7,13 +7,21 @@ from pathlib import Path
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that was cut off is left out."""
-    rows = []
+    """The rows of a metrics.jsonl, steps in order.
+
+    A line that was cut off is left out, and so are rows that a resumed run has trained again.
+    """
+    rows: list[dict] = []
     for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else []:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        while rows and rows[-1]["step"] > row["step"]:
+            rows.pop()
+        if rows and rows[-1]["step"] == row["step"] and rows[-1].keys() == row.keys():
+            rows.pop()
+        rows.append(row)
     return rows
 
 

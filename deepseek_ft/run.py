@@ -125,7 +125,8 @@ def finetune(
     """
     config = load_config(recipe, overrides, **sections)
     launched = launch.launched_ranks()
-    plan = plan_run(config, launched_ranks=launched)
+    on_hosts = launch.hostfile_ranks(hostfile) if hostfile is not None else None
+    plan = plan_run(config, launched_ranks=launched if launched is not None else on_hosts)
     run_dir, checkpoint, notes = checkpoints.choose_run_dir(config.output_dir, resume, new)
     if checkpoint is not None:
         _check_resume(config, plan, run_dir, checkpoint)
@@ -347,7 +348,11 @@ def train(task: _Task, plan: Plan) -> None:
 
     set_seed(config.seed)
     model = load_model(materials.model_source, config, plan, materials.tokenizer)
+    if plan.strategy.stage == 3 and not all(hasattr(p, "ds_id") for p in model.parameters()):
+        raise RunError("ZeRO-3 was planned, but the weights were loaded whole on every rank")
     load_peak = _gathered(peak_memory_bytes("cpu"))
+    if main:
+        log.info("weights loaded: at most %.2f GiB of host memory per rank", max(load_peak) / GIB)
     bytes_of_token = np.array(token_bytes(materials.tokenizer, model.config.vocab_size))
     trainer = FineTuneTrainer(
         config=config, plan=plan, model=model, args=args, train_dataset=materials.train, eval_blocks=materials.eval,
@@ -358,7 +363,7 @@ def train(task: _Task, plan: Plan) -> None:
     for callback in list(trainer.callback_handler.callbacks):
         if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
             trainer.remove_callback(callback)
-    run_log = RunLog(trainer, run_dir / "metrics.jsonl")
+    run_log = RunLog(trainer, run_dir / "metrics.jsonl", resumed_from=task.checkpoint)
     trainer.add_callback(run_log)
 
     trainer.train(resume_from_checkpoint=str(task.checkpoint) if task.checkpoint else None)
@@ -522,7 +527,10 @@ def worker(stage: str, task_json: str) -> None:
     if stage == "verify":
         return verify(task)
     launched = launch.launched_ranks()
-    plan = plan_run(
-        task.config, launched_ranks=launched if launched is not None else task.config.ranks, can_build_ops=True
-    )
-    return prepare(task, plan) if stage == "prepare" else train(task, plan)
+    ranks = launched if launched is not None else task.config.ranks
+    plan = plan_run(task.config, launched_ranks=ranks, can_build_ops=True)
+    if stage == "prepare":
+        return prepare(task, plan)
+    if launched is not None:  # on another host nobody has set this rank's environment yet
+        launch.adopt_rank_environment(task.config, plan)
+    return train(task, plan)

@@ -232,6 +232,10 @@ def test_list_entries_that_are_not_there():
         assert f"data.train.{index}" in problems("quickstart", [f"data.train.{index}.path=x"])
 
 
+def test_a_deepspeed_block_in_a_recipe_is_told_where_to_go():
+    assert "json file" in problems("quickstart", deepspeed={"zero_optimization": {"stage": 2}})
+
+
 def test_python_values():
     assert load_config("quickstart", optim={"betas": np.array([0.5, 0.6])}).optim.betas == [0.5, 0.6]
     assert load_config("quickstart", output_dir=Path("a/b")).output_dir == "a/b"

@@ -125,3 +125,15 @@ def test_a_childs_error_is_raised_as_the_parents_own():
 def test_a_death_is_a_run_error(code, said):
     with pytest.raises(RunError, match=said):
         launch._run([sys.executable, "-c", code], dict(os.environ), "training")
+
+
+def test_hostfiles(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# two machines\nworker-1 slots=3\n\nworker-2 slots=2  # the small one\n")
+    assert launch.hostfile_ranks(str(file)) == 5
+    for text, said in (("worker-1 3\n", ":1"), ("", "no slots")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            launch.hostfile_ranks(str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        launch.hostfile_ranks(str(tmp_path / "none"))

@@ -141,6 +141,24 @@ def test_parameters_are_counted_as_on_the_meta_device(name):
     assert sum(p.numel() for p in model.parameters()) == find_shape(f"preset:{name}").parameters
 
 
+@pytest.mark.parametrize("name", [n for n in PRESETS if n.startswith("tiny")])
+def test_every_tiny_preset_learns(name, tokenizer_folder, tmp_path):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    config = load_config("quickstart", {"model.path": f"preset:{name}", "strategy": "single"})
+    model = load_model(model_source(config, tokenizer, tmp_path), config, plan_run(config, CPU), tokenizer)
+    assert model.config.model_type == PRESETS[name]["model_type"]
+    ids = torch.tensor([tokenizer.encode(Path(json.__file__).read_text(), add_special_tokens=False)[:96]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(5):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(np.log(448), rel=0.05) and losses[-1] < losses[0] - 0.5
+
+
 @needs_shared
 def test_published_models_are_counted():
     counts = {

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -136,9 +137,20 @@ def test_bf16_and_gradient_checkpointing_under_zero3_bf16(tiny_recipe, tmp_path,
     assert perplexity_of_folder(result, cache)["perplexity"] == pytest.approx(result["after"]["perplexity"], rel=2e-2)
 
 
-def test_fp16_reaches_the_engine(tiny_recipe, tmp_path):
-    result = train(tiny_recipe, "strategy=zero2", "train.precision=fp16", "train.max_steps=12", cwd=tmp_path)
+def test_fp16_reaches_the_engine_and_a_taken_port_does_not_matter(tiny_recipe, tmp_path):
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 29500))
+        holder.listen()
+        result = train(tiny_recipe, "strategy=zero2", "train.precision=fp16", "train.max_steps=12", cwd=tmp_path)
     assert result["engine_facts"]["fp16"] and result["engine_facts"]["zero_stage"] == 2
+
+
+def test_a_hostfile_starts_deepspeeds_launcher(tiny_recipe, tmp_path):
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    words = ("train.max_steps=2", "train.micro_batch_size=3", "--hostfile", "hosts")
+    result = train(tiny_recipe, *words, cwd=tmp_path)
+    assert result["status"] == "finished" and result["engine_facts"]["engine_world_size"] == 2
 
 
 def test_clipping_is_the_recipes(tiny_recipe, tmp_path):

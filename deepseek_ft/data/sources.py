@@ -398,9 +398,9 @@ def locate(source: SourceConfig, data: DataConfig, key: str) -> Path | None:
     Raises:
         DataError: there is none.
     """
-    if source.source == "python-stdlib":
-        return Path(source.path or sysconfig.get_paths()["stdlib"])
     path = source.path or data.path
+    if source.source == "python-stdlib":
+        path = source.path or sysconfig.get_paths()["stdlib"]
     if path is None:
         if source.source in HUB:
             return None
