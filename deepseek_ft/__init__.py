@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 _HOME = {  # public name -> the room it lives in
     "finetune": "run",
-    "RunResult": "run",
+    "RunResult": "report",
     "load_config": "config",
     "list_recipes": "config",
     "Config": "config",
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from .config import Config, list_recipes, load_config
     from .errors import CheckpointError, ConfigError, DataError, DeepSeekFTError, PlanError, RunError
     from .planner import Plan, plan_run
-    from .run import RunResult, finetune
+    from .report import RunResult
+    from .run import finetune
     from .shapes import ModelShape
 
 

@@ -7,8 +7,13 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, listing
+from .config import Config, load_config, to_dict
+from .errors import CheckpointError, ConfigError, listing
+
+if TYPE_CHECKING:
+    from .planner import Plan
 
 
 def write_json(path: Path, value) -> None:
@@ -187,3 +192,42 @@ def choose_run_dir(output_dir: str, resume: bool, new: bool) -> tuple[Path, Path
     if existing:
         notes.append(f"{base} is taken: this run goes to {free}")
     return free, None, notes
+
+
+_MAY_CHANGE = {"train.epochs", "train.max_steps", "train.log_steps", "train.eval_steps", "train.save_steps",
+               "train.save_total_limit", "output_dir", "name", "strategy", "deepspeed", "data.cache_dir", "ranks"}  # fmt: skip
+
+
+def check_resume(run_dir: Path, checkpoint: Path, config: Config, plan: Plan) -> None:
+    """A resumed run continues this run: ranks, strategy and whatever shapes its curve must be what they were.
+
+    Raises:
+        CheckpointError: the checkpoint is of other ranks, another strategy or batch.
+        ConfigError: the recipe is another one.
+    """
+    before = read_json(run_dir / "run.json").get("plan") or {}
+    ranks = saved_ranks(checkpoint) or before.get("world_size", plan.world_size)
+    if ranks != plan.world_size:
+        raise CheckpointError(
+            f"{checkpoint} was written by {ranks} rank{'s' * (ranks > 1)}, and this run would have {plan.world_size}.\n"
+            f"  Resume with ranks={ranks}, or start anew from its weights with model.path={checkpoint} --new "
+            "(optimizer states and the place in the data are then lost)."
+        )
+    now = {"strategy": plan.strategy.name, "global_batch_size": plan.global_batch_size}
+    different = [f"{k}: {before[k]} then, {v} now" for k, v in now.items() if before.get(k, v) != v]
+    if different:
+        raise CheckpointError(listing(f"{checkpoint} cannot be continued in another way than it was begun", different))
+    saved = run_dir / "config.yaml"
+    if not saved.is_file():
+        return
+    then, now = _flat(to_dict(load_config(saved))), _flat(to_dict(config))
+    changed = [f"{k}: {then[k]} then, {now.get(k)} now" for k in then if k not in _MAY_CHANGE and then[k] != now.get(k)]
+    if changed:
+        raise ConfigError(listing(f"this is not the run in {run_dir}; resume it as it was, or start a new one with --new",
+                                  changed))  # fmt: skip
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        return {k: v for key, node in tree.items() for k, v in _flat(node, f"{prefix}{key}.").items()}
+    return {prefix[:-1]: tree}

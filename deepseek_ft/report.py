@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from .checkpoints import read_json
+from .hardware import GIB
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -49,3 +54,69 @@ def plot_loss(metrics: list[dict], path: Path, title: str) -> Path | None:
     rate.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     return path
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run left behind; everything is also in its folder."""
+
+    output_dir: Path
+    run: dict = field(repr=False)
+    """run.json."""
+    history: list[dict] = field(repr=False)
+    """The rows of metrics.jsonl."""
+
+    @classmethod
+    def load(cls, run_dir: str | os.PathLike) -> RunResult:
+        folder = Path(run_dir)
+        return cls(folder, read_json(folder / "run.json"), read_metrics(folder / "metrics.jsonl"))
+
+    @property
+    def status(self) -> str:
+        return self.run.get("status", "unknown")
+
+    @property
+    def model_dir(self) -> Path:
+        return self.output_dir / "model"
+
+    @property
+    def metrics(self) -> dict:
+        """Held-out figures after training, with first and last loss and tokens/s."""
+        keys = ("first_loss", "last_loss", "tokens_per_second", "steps", "tokens", "wall_seconds")
+        return {**(self.run.get("after") or {}), **{k: self.run.get(k) for k in keys}}
+
+    @property
+    def perplexity_before(self) -> float | None:
+        return (self.run.get("before") or {}).get("perplexity")
+
+    @property
+    def perplexity_after(self) -> float | None:
+        return (self.run.get("after") or {}).get("perplexity")
+
+    def __str__(self) -> str:
+        r = self.run
+        lines = [f"{r.get('name')}: {self.status} after {r.get('steps')} steps, {r.get('tokens', 0):,} tokens, "
+                 f"{r.get('wall_seconds', 0):.0f} s"]  # fmt: skip
+        facts = r.get("engine_facts", {})
+        stage = f" stage {facts['zero_stage']}" if facts.get("zero_stage") is not None else ""
+        lines.append(
+            f"  ran        {facts.get('engine')}{stage}, {facts.get('world_size')} x {r.get('plan', {}).get('device')}"
+        )
+        if r.get("first_loss") is not None:
+            lines.append(f"  loss       {r['first_loss']:.4f} -> {r['last_loss']:.4f}")
+        if self.perplexity_after is not None:
+            before = f"{self.perplexity_before:,.2f} -> " if self.perplexity_before else ""
+            after = r["after"]
+            more = [f"{after['bits_per_byte']:.3f} bits per byte"] if "bits_per_byte" in after else []
+            more += [f"word perplexity {after['word_perplexity']:,.2f}"] if "word_perplexity" in after else []
+            lines.append(f"  perplexity {before}{self.perplexity_after:,.2f} on {after['tokens']:,} held-out tokens"
+                         + (f" ({', '.join(more)})" if more else ""))  # fmt: skip
+        if r.get("tokens_per_second"):
+            lines.append(f"  speed      {r['tokens_per_second']:,.0f} tokens/s, peak memory "
+                         f"{max(r.get('peak_memory_bytes', [0])) / GIB:.2f} GiB per rank")  # fmt: skip
+        if r.get("sample"):
+            lines.append(f"  sample     {r['sample']['prompt']!r} ->\n             {r['sample']['text']!r}")
+        if (self.output_dir / "loss.png").is_file():
+            lines.append(f"  plot       {self.output_dir / 'loss.png'}")
+        lines.append(f"  model      {self.model_dir}")
+        return "\n".join(lines)

@@ -11,16 +11,17 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoints, launch, ops, planner
 from .config import Config, load_config, to_dict, to_yaml
-from .errors import CheckpointError, ConfigError, DataError, RunError, listing
+from .errors import CheckpointError, DataError, RunError
 from .hardware import GIB
 from .planner import Plan, plan_run
+from .report import RunResult
 
 if TYPE_CHECKING:
     from .data.blocks import Blocks
@@ -29,74 +30,6 @@ log = logging.getLogger(__name__)
 
 
 # ------------------------------------------------------------------------------------------------- the door
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a finished run left behind; everything is also in its folder."""
-
-    output_dir: Path
-    run: dict = field(repr=False)
-    """run.json."""
-    history: list[dict] = field(repr=False)
-    """The rows of metrics.jsonl."""
-
-    @classmethod
-    def load(cls, run_dir: str | os.PathLike) -> RunResult:
-        from .report import read_metrics
-
-        folder = Path(run_dir)
-        return cls(folder, checkpoints.read_json(folder / "run.json"), read_metrics(folder / "metrics.jsonl"))
-
-    @property
-    def status(self) -> str:
-        return self.run.get("status", "unknown")
-
-    @property
-    def model_dir(self) -> Path:
-        return self.output_dir / "model"
-
-    @property
-    def metrics(self) -> dict:
-        """Held-out figures after training, with first and last loss and tokens/s."""
-        keys = ("first_loss", "last_loss", "tokens_per_second", "steps", "tokens", "wall_seconds")
-        return {**(self.run.get("after") or {}), **{k: self.run.get(k) for k in keys}}
-
-    @property
-    def perplexity_before(self) -> float | None:
-        return (self.run.get("before") or {}).get("perplexity")
-
-    @property
-    def perplexity_after(self) -> float | None:
-        return (self.run.get("after") or {}).get("perplexity")
-
-    def __str__(self) -> str:
-        r = self.run
-        lines = [f"{r.get('name')}: {self.status} after {r.get('steps')} steps, {r.get('tokens', 0):,} tokens, "
-                 f"{r.get('wall_seconds', 0):.0f} s"]  # fmt: skip
-        facts = r.get("engine_facts", {})
-        stage = f" stage {facts['zero_stage']}" if facts.get("zero_stage") is not None else ""
-        lines.append(
-            f"  ran        {facts.get('engine')}{stage}, {facts.get('world_size')} x {r.get('plan', {}).get('device')}"
-        )
-        if r.get("first_loss") is not None:
-            lines.append(f"  loss       {r['first_loss']:.4f} -> {r['last_loss']:.4f}")
-        if self.perplexity_after is not None:
-            before = f"{self.perplexity_before:,.2f} -> " if self.perplexity_before else ""
-            after = r["after"]
-            more = [f"{after['bits_per_byte']:.3f} bits per byte"] if "bits_per_byte" in after else []
-            more += [f"word perplexity {after['word_perplexity']:,.2f}"] if "word_perplexity" in after else []
-            lines.append(f"  perplexity {before}{self.perplexity_after:,.2f} on {after['tokens']:,} held-out tokens"
-                         + (f" ({', '.join(more)})" if more else ""))  # fmt: skip
-        if r.get("tokens_per_second"):
-            lines.append(f"  speed      {r['tokens_per_second']:,.0f} tokens/s, peak memory "
-                         f"{max(r.get('peak_memory_bytes', [0])) / GIB:.2f} GiB per rank")  # fmt: skip
-        if r.get("sample"):
-            lines.append(f"  sample     {r['sample']['prompt']!r} ->\n             {r['sample']['text']!r}")
-        if (self.output_dir / "loss.png").is_file():
-            lines.append(f"  plot       {self.output_dir / 'loss.png'}")
-        lines.append(f"  model      {self.model_dir}")
-        return "\n".join(lines)
 
 
 def finetune(
@@ -129,7 +62,7 @@ def finetune(
     plan = plan_run(config, launched_ranks=launched if launched is not None else on_hosts)
     run_dir, checkpoint, notes = checkpoints.choose_run_dir(config.output_dir, resume, new)
     if checkpoint is not None:
-        _check_resume(config, plan, run_dir, checkpoint)
+        checkpoints.check_resume(run_dir, checkpoint, config, plan)
     _look_for_data(config)
     task = _Task(asked=config, config=_decided(config, plan), run_dir=run_dir, checkpoint=checkpoint)
 
@@ -207,40 +140,6 @@ def _look_for_data(config: Config) -> None:
     cache_dir(config)
 
 
-_MAY_CHANGE = {"train.epochs", "train.max_steps", "train.log_steps", "train.eval_steps", "train.save_steps",
-               "train.save_total_limit", "output_dir", "name", "strategy", "deepspeed", "data.cache_dir", "ranks"}  # fmt: skip
-
-
-def _check_resume(config: Config, plan: Plan, run_dir: Path, checkpoint: Path) -> None:
-    """A resumed run continues this run: what shapes its curve must be what it was."""
-    before = checkpoints.read_json(run_dir / "run.json").get("plan") or {}
-    ranks = checkpoints.saved_ranks(checkpoint) or before.get("world_size", plan.world_size)
-    if ranks != plan.world_size:
-        raise CheckpointError(
-            f"{checkpoint} was written by {ranks} rank{'s' * (ranks > 1)}, and this run would have {plan.world_size}.\n"
-            f"  Resume with ranks={ranks}, or start anew from its weights with model.path={checkpoint} --new "
-            "(optimizer states and the place in the data are then lost)."
-        )
-    now = {"strategy": plan.strategy.name, "global_batch_size": plan.global_batch_size}
-    different = [f"{k}: {before[k]} then, {v} now" for k, v in now.items() if before.get(k, v) != v]
-    if different:
-        raise CheckpointError(listing(f"{checkpoint} cannot be continued in another way than it was begun", different))
-    saved = run_dir / "config.yaml"
-    if not saved.is_file():
-        return
-    then, now = _flat(to_dict(load_config(saved))), _flat(to_dict(config))
-    changed = [f"{k}: {then[k]} then, {now.get(k)} now" for k in then if k not in _MAY_CHANGE and then[k] != now.get(k)]
-    if changed:
-        raise ConfigError(listing(f"this is not the run in {run_dir}; resume it as it was, or start a new one with --new",
-                                  changed))  # fmt: skip
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(tree, dict):
-        return {k: v for key, node in tree.items() for k, v in _flat(node, f"{prefix}{key}.").items()}
-    return {prefix[:-1]: tree}
-
-
 # ---------------------------------------------------------------------------------- the line, one process each
 
 
@@ -306,6 +205,7 @@ def train(task: _Task, plan: Plan) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from .callbacks import RunLog, peak_memory_bytes
+    from .export import CHECKED_BLOCKS, save_model_folder
     from .models import load_model, token_bytes
     from .report import plot_loss, read_metrics
     from .trainer import FineTuneTrainer, build_training_args
@@ -368,7 +268,7 @@ def train(task: _Task, plan: Plan) -> None:
 
     trainer.train(resume_from_checkpoint=str(task.checkpoint) if task.checkpoint else None)
 
-    _export(trainer, materials.tokenizer, run_dir, main)
+    save_model_folder(trainer, materials.tokenizer, run_dir / "model")
     peak = _gathered(peak_memory_bytes(plan.device))
     host_peak = _gathered(peak_memory_bytes("cpu"))
     if main:
@@ -393,9 +293,9 @@ def train(task: _Task, plan: Plan) -> None:
             "host_peak_memory_bytes": host_peak,
             "host_peak_after_loading_bytes": load_peak,
             "wall_seconds": round(time.time() - started, 1),
-            "check": {"block_nll": trainer.last_block_nll[:_CHECKED_BLOCKS].tolist()}
-            if materials.eval is not None
-            else None,
+            "check": None
+            if materials.eval is None
+            else {"block_nll": trainer.last_block_nll[:CHECKED_BLOCKS].tolist()},
         }
         checkpoints.write_json(run_file, run)
         plot_loss(metrics, run_dir / "loss.png", config.name)
@@ -405,9 +305,6 @@ def train(task: _Task, plan: Plan) -> None:
     del trainer, model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-_CHECKED_BLOCKS = 4
 
 
 def _eval_figures(row: dict) -> dict:
@@ -424,96 +321,33 @@ def _gathered(value: int) -> list[int]:
     return values
 
 
-def _export(trainer, tokenizer, run_dir: Path, main: bool) -> None:
-    """The model folder, written beside and renamed when it is whole."""
-    folder = run_dir / "model"
-    partial = run_dir / "model.partial"
-    trainer.model.config.use_cache = True
-    trainer.save_model(str(partial))
-    if main:
-        (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs to load the model
-        tokenizer.save_pretrained(str(partial))
-        if folder.exists():
-            raise RunError(f"{folder} is there already; the model is in {partial}")
-        partial.replace(folder)
-
-
 def verify(task: _Task) -> None:
-    """In a fresh process: load the model folder as a user would, score it as the run did, and let it write.
-
-    Raises:
-        CheckpointError: a weight is missing, or the loaded model does not give the run's loss.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """In a fresh process: load the model folder as a user would, score it as the run did, and let it write."""
     from transformers.utils.logging import disable_progress_bar
 
-    from .evaluation import block_nll
-    from .models import check_loading_info
+    from .export import check_model_folder
 
     disable_progress_bar()
-    config, run_dir = task.config, task.run_dir
-    folder, run_file = run_dir / "model", run_dir / "run.json"
+    for room in ("data", "models"):
+        logging.getLogger(f"deepseek_ft.{room}").setLevel(logging.WARNING)
+    run_file = task.run_dir / "run.json"
     run = checkpoints.read_json(run_file)
-    weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    room = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-    device = torch.device("cuda" if room > 1.3 * weights else "cpu")
-    logging.getLogger("deepseek_ft.data").setLevel(logging.WARNING)
+    known = (run.get("check") or {}).get("block_nll", [])
+    rows = [_load_materials(task.config).eval[i] for i in range(len(known))]
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:
-        raise CheckpointError(f"{folder} does not load: {type(error).__name__}: {error}") from error
-    check_loading_info(info, str(folder))
-    model.to(device).eval()
-    if (run.get("check") or {}).get("block_nll"):
-        logging.getLogger("deepseek_ft.models").setLevel(logging.WARNING)
-        materials = _load_materials(config)
-        expected = sum(run["check"]["block_nll"])
-        rows = [materials.eval[i] for i in range(len(run["check"]["block_nll"]))]
-        found = float(block_nll(model, rows, 1, device).sum())
-        tokens = sum(len(row["labels"]) - 1 for row in rows)
-        # 16-bit sums differ between devices and batch shapes; a wrong or missing weight shows in whole nats.
-        tolerance = 1e-3 if config.train.precision == "fp32" else 2e-2
-        run["check"] |= {"loss": expected / tokens, "reloaded_loss": found / tokens, "tokens": tokens}
-        if not abs(found - expected) <= tolerance * tokens:
-            run["status"] = "failed"
-            checkpoints.write_json(run_file, run)
-            raise CheckpointError(f"{folder} loads, but gives loss {found / tokens:.4f} on {tokens:,} held-out tokens where the run "
-                                  f"measured {expected / tokens:.4f}: it is not the model that was trained")  # fmt: skip
-        log.info("%s loaded in a fresh process: loss %.4f on %s held-out tokens, the run measured %.4f",
-                 folder, found / tokens, f"{tokens:,}", expected / tokens)  # fmt: skip
-        run["sample"] = _write_sample(model, tokenizer, rows[0]["input_ids"], config.seed)
-    run["status"] = "finished"
-    checkpoints.write_json(run_file, run)
+        run |= check_model_folder(task.run_dir / "model", rows, known, task.config.train.precision, task.config.seed)
+    except CheckpointError:
+        checkpoints.write_json(run_file, run | {"status": "failed"})
+        raise
+    checkpoints.write_json(run_file, run | {"status": "finished"})
 
 
-def _write_sample(model, tokenizer, ids, seed: int) -> dict:
-    import torch
-
-    prompt = torch.from_numpy(ids[:16].copy())[None].to(model.device)
-    torch.manual_seed(seed)
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=True, temperature=0.8, top_k=50,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-    )  # fmt: skip
-    return {"prompt": tokenizer.decode(prompt[0]), "text": tokenizer.decode(out[0, prompt.shape[1] :])}
+_PACKAGES = "deepseek_ft torch transformers deepspeed accelerate datasets peft tokenizers numpy".split()
 
 
 def _versions() -> dict[str, str]:
-    names = (
-        "deepseek_ft",
-        "torch",
-        "transformers",
-        "deepspeed",
-        "accelerate",
-        "datasets",
-        "peft",
-        "tokenizers",
-        "numpy",
-    )
     found = {"python": platform.python_version()}
-    for name in names:
+    for name in _PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

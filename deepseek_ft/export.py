@@ -1,0 +1,83 @@
+"""The model folder: write it whole, and prove in a fresh process that it is the model that was trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer
+
+from .errors import CheckpointError, RunError
+from .evaluation import block_nll
+from .models import check_loading_info
+
+CHECKED_BLOCKS = 4
+"""Held-out blocks that are scored again after reloading."""
+log = logging.getLogger(__name__)
+
+
+def save_model_folder(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Gather the weights, write them beside and rename when all is there. Collective: every rank calls it.
+
+    Under ZeRO-3 rank 0 holds the whole model in host memory while it writes.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    trainer.model.config.use_cache = True
+    trainer.save_model(str(partial))
+    if trainer.is_world_process_zero():
+        (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs to load the model
+        tokenizer.save_pretrained(str(partial))
+        if folder.exists():
+            raise RunError(f"{folder} is there already; the new model is in {partial}")
+        partial.replace(folder)
+
+
+def check_model_folder(
+    folder: Path, rows: Sequence[dict[str, np.ndarray]], block_nlls: Sequence[float], precision: str, seed: int
+) -> dict:
+    """Load a model folder as a user would and score `rows`, for which the run had measured `block_nlls` (nats).
+
+    Returns:
+        For run.json: both losses, and a few tokens that the model wrote.
+
+    Raises:
+        CheckpointError: it does not load, a weight is missing, or it gives another loss.
+    """
+    weights = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    room = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    device = torch.device("cuda" if room > 1.3 * weights else "cpu")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise CheckpointError(f"{folder} does not load: {type(error).__name__}: {error}") from error
+    check_loading_info(info, str(folder))
+    model.to(device).eval()
+    if not rows:
+        log.info("%s loaded in a fresh process; without held-out data there is no loss to compare", folder)
+        return {}
+    tokens = sum(len(row["labels"]) - 1 for row in rows)
+    expected, found = sum(block_nlls) / tokens, float(block_nll(model, rows, 1, device).sum()) / tokens
+    # 16-bit sums differ between devices and batch shapes; a wrong or missing weight shows in whole nats.
+    if not abs(found - expected) <= (1e-3 if precision == "fp32" else 2e-2):
+        raise CheckpointError(
+            f"{folder} loads, but gives loss {found:.4f} on {tokens:,} held-out tokens where the run measured "
+            f"{expected:.4f}: it is not the model that was trained"
+        )
+    log.info("%s loaded in a fresh process: loss %.4f on %s held-out tokens, the run measured %.4f",
+             folder, found, f"{tokens:,}", expected)  # fmt: skip
+    check = {"block_nll": list(block_nlls), "loss": expected, "reloaded_loss": found, "tokens": tokens}
+    return {"check": check, "sample": _write_sample(model, tokenizer, rows[0]["input_ids"], seed)}
+
+
+def _write_sample(model, tokenizer, ids: np.ndarray, seed: int) -> dict[str, str]:
+    prompt = torch.from_numpy(ids[:16].copy())[None].to(model.device)
+    torch.manual_seed(seed)
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=True, temperature=0.8, top_k=50,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+    )  # fmt: skip
+    return {"prompt": tokenizer.decode(prompt[0]), "text": tokenizer.decode(out[0, prompt.shape[1] :])}
