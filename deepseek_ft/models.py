@@ -120,8 +120,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
                               f"{ids[:8]} against {own[:8]}; name the generic class in tokenizer_config.json "
                               '("tokenizer_class": "PreTrainedTokenizerFast")')  # fmt: skip
     sample = tokenizer("def add(a, b):")["input_ids"][:8]
-    label = "trained on the documents" if Path(source).parent.name == "tokenizers" else source
-    log.info("tokenizer (%s): %s tokens, eos %s (%d), first ids of 'def add(a, b):' %s", label,
+    log.info("tokenizer %s: %s tokens, eos %s (%d), first ids of 'def add(a, b):' %s", source,
              f"{len(tokenizer):,}", tokenizer.eos_token, tokenizer.eos_token_id, sample)  # fmt: skip
     return tokenizer
 
