@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import resource
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from .checkpoints import read_json, write_json
+from .errors import RunError
 from .hardware import GIB
 
 _COUNTS = "deepseek_ft.json"  # in a checkpoint: what has been counted so far
@@ -112,6 +114,13 @@ class RunLog(TrainerCallback):
             with open(self.metrics_file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
             self._show(entry, state.max_steps)
+        if not math.isfinite(entry.get("loss", 0.0)):
+            optim, precision = self.trainer.config.optim, self.trainer.config.train.precision
+            raise RunError(
+                f"the loss is {entry['loss']} at step {state.global_step}: nothing after this would be training.\n"
+                f"  Lower optim.lr ({optim.lr:g}), warm up longer, keep optim.max_grad_norm ({optim.max_grad_norm:g}) at 1"
+                + (", or use train.precision=bf16, which has the range that fp16 lacks" if precision == "fp16" else "")
+            )
 
     def _show(self, e: dict, total: int) -> None:
         if "loss" in e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,9 @@ from .errors import CheckpointError, ConfigError, listing
 
 if TYPE_CHECKING:
     from .planner import Plan
+
+
+_LOCK = ".lock"
 
 
 def write_json(path: Path, value) -> None:
@@ -138,12 +142,66 @@ def _is_finished(run_dir: Path) -> bool:
     return read_json(run_dir / "run.json").get("status") == "finished"
 
 
-def choose_run_dir(output_dir: str, resume: bool, new: bool) -> tuple[Path, Path | None, list[str]]:
+def is_trained(run_dir: Path) -> bool:
+    """Trained to its end, with only the check of the model folder missing or failed."""
+    return read_json(run_dir / "run.json").get("status") in ("trained", "failed") and (run_dir / "model").is_dir()
+
+
+@contextlib.contextmanager
+def hold(run_dir: Path) -> Iterator[None]:
+    """Keep a folder for this run while it goes, also before anything is written there. Ends with the process.
+
+    Raises:
+        CheckpointError: another run holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    made = [p for p in (run_dir, *run_dir.parents) if not p.exists()]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(run_dir / _LOCK)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise CheckpointError(
+            f"{run_dir} belongs to a run that is still going; output_dir=... goes elsewhere"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"output_dir: {run_dir} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        (run_dir / _LOCK).unlink(missing_ok=True)
+        lock.release()
+        for folder in made:  # a run that never began leaves no empty folders
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _is_held(run_dir: Path) -> bool:
+    from filelock import FileLock, Timeout
+
+    if not (run_dir / _LOCK).exists():
+        return False
+    try:
+        with FileLock(run_dir / _LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:
+        return True
+
+
+def choose_run_dir(
+    output_dir: str, resume: bool, new: bool, launched: bool = False
+) -> tuple[Path, Path | None, list[str]]:
     """Where a run goes, the checkpoint it continues from, and notes. Nothing is created; nothing is ever reused.
 
     An empty or new folder is taken as it is. Beside finished runs, or ones that left no checkpoint, the next free
     name `<output_dir>-2`, `-3`, … is taken. An unfinished run with a checkpoint is somebody's work: the user says
     whether to continue it (`resume`) or to start another beside it (`new`).
+
+    Args:
+        launched: this is one of several ranks that choose at the same time, one of which may hold the folder already.
 
     Raises:
         CheckpointError: that has to be said first, or there is nothing to resume.
@@ -159,7 +217,8 @@ def choose_run_dir(output_dir: str, resume: bool, new: bool) -> tuple[Path, Path
         for folder in _family(base):
             if folder.exists() and not folder.is_dir():
                 raise CheckpointError(f"output_dir: {folder} is a file, not a folder")
-            if not folder.is_dir() or not any(folder.iterdir()):
+            empty = not folder.is_dir() or not any(p.name != _LOCK for p in folder.iterdir())
+            if empty and (launched or not _is_held(folder)):
                 free = folder
                 break
             existing.append(folder)
@@ -169,24 +228,37 @@ def choose_run_dir(output_dir: str, resume: bool, new: bool) -> tuple[Path, Path
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise CheckpointError(f"output_dir: {free} cannot be made, because {parent} is "
                               f"{'not writable' if parent.is_dir() else 'a file'}")  # fmt: skip
-    unfinished = [f for f in existing if not _is_finished(f) and checkpoints(f)]
+    unfinished = [f for f in existing if not _is_finished(f) and (checkpoints(f) or is_trained(f))]
 
+    if resume and new:
+        raise CheckpointError("resume and new exclude each other: continue the run, or start another beside it")
     if resume:
         if not unfinished:
             if not existing:
                 why = f"there is no {base}"
             else:
-                why = f"{existing[-1]} {'is finished' if _is_finished(existing[-1]) else 'has no checkpoint'}"
+                last = existing[-1]
+                why = (
+                    f"{last} is finished; a new run can start from it with model.path={last}/model"
+                    if _is_finished(last)
+                    else f"{last} has no checkpoint"
+                )
             raise CheckpointError(f"nothing to resume: {why}")
         run_dir = unfinished[-1]
+        if is_trained(run_dir):
+            return run_dir, None, [f"{run_dir} is trained; only its model folder is still to be checked"]
         checkpoint, skipped = newest_complete(run_dir)
         if checkpoint is None:
             raise CheckpointError(listing(f"{run_dir} has no complete checkpoint to resume from", skipped))
         return run_dir, checkpoint, [f"passed over {s}" for s in skipped] + [f"resuming from {checkpoint}"]
     if unfinished and not new:
-        newest = checkpoints(unfinished[-1])[0]
+        has = (
+            f"with {checkpoints(unfinished[-1])[0].name}"
+            if checkpoints(unfinished[-1])
+            else "whose model was not checked"
+        )
         raise CheckpointError(
-            f"{unfinished[-1]} holds an unfinished run with {newest.name} (or one that is still going).\n"
+            f"{unfinished[-1]} holds an unfinished run {has} (or one that is still going).\n"
             "  --resume (resume=True) continues it; --new (new=True) starts another beside it; output_dir=... goes elsewhere."
         )
     if existing:
@@ -198,11 +270,14 @@ _MAY_CHANGE = {"train.epochs", "train.max_steps", "train.log_steps", "train.eval
                "train.save_total_limit", "output_dir", "name", "strategy", "deepspeed", "data.cache_dir", "ranks"}  # fmt: skip
 
 
-def check_resume(run_dir: Path, checkpoint: Path, config: Config, plan: Plan) -> None:
+def check_resume(run_dir: Path, checkpoint: Path, config: Config, plan: Plan) -> list[str]:
     """A resumed run continues this run: ranks, strategy and whatever shapes its curve must be what they were.
 
+    Returns:
+        Notes on what may change, but bends the curve.
+
     Raises:
-        CheckpointError: the checkpoint is of other ranks, another strategy or batch.
+        CheckpointError: the checkpoint is of other ranks, another strategy or batch, or beyond the last step.
         ConfigError: the recipe is another one.
     """
     before = read_json(run_dir / "run.json").get("plan") or {}
@@ -218,13 +293,22 @@ def check_resume(run_dir: Path, checkpoint: Path, config: Config, plan: Plan) ->
     if different:
         raise CheckpointError(listing(f"{checkpoint} cannot be continued in another way than it was begun", different))
     saved = run_dir / "config.yaml"
+    step = read_json(checkpoint / "trainer_state.json").get("global_step", 0)
+    if config.train.max_steps is not None and step > config.train.max_steps:
+        raise CheckpointError(
+            f"{checkpoint} is beyond train.max_steps={config.train.max_steps}; its weights are in that folder"
+        )
     if not saved.is_file():
-        return
+        return []
     then, now = _flat(to_dict(load_config(saved))), _flat(to_dict(config))
     changed = [f"{k}: {then[k]} then, {now.get(k)} now" for k in then if k not in _MAY_CHANGE and then[k] != now.get(k)]
     if changed:
         raise ConfigError(listing(f"this is not the run in {run_dir}; resume it as it was, or start a new one with --new",
                                   changed))  # fmt: skip
+    longer = [k for k in ("train.epochs", "train.max_steps") if then.get(k) != now.get(k)]
+    return [
+        f"{k} was {then[k]} and is {now[k]} now: from here on the learning rate follows the new curve" for k in longer
+    ]
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 
 from . import __version__
-from .errors import DeepSeekFTError
+from .errors import DeepSeekFTError, RunError
 
 _EPILOG = """\
 examples:
@@ -66,8 +66,10 @@ def guard(action: Callable[[], object]) -> int:
     try:
         action()
     except DeepSeekFTError as error:
-        if not launch.report_error(error) and launch.is_main_rank():
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        # What is wrong with a config is wrong on every rank, and said once. A rank that fails alone says so itself.
+        if not launch.report_error(error) and (launch.is_main_rank() or isinstance(error, RunError)):
+            rank = "" if launch.is_main_rank() else f"rank {os.environ.get('RANK')}: "
+            print(f"{rank}{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted; everything saved so far is kept", file=sys.stderr)
@@ -118,14 +120,14 @@ def _worker(words: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = [w for w in (sys.argv[1:] if argv is None else argv) if not w.startswith("--local_rank")]
     if words[:1] == ["worker"]:
-        return _worker([w for w in words[1:] if not w.startswith("--local_rank")])
+        return _worker(words[1:])
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
     # argparse gives up on positional words after a flag, as in `train NAME --gpus 3 key=value`
     late = [w for w in rest if "=" in w and not w.startswith("-")]
-    unknown = [w for w in rest if w not in late and not w.startswith("--local_rank")]
+    unknown = [w for w in rest if w not in late]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; settings are written key=value, without dashes")
     arguments.overrides += late

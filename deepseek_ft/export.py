@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer
 
-from .errors import CheckpointError, RunError
+from .errors import CheckpointError, ConfigError
 from .evaluation import block_nll
-from .models import check_loading_info
+from .models import check_loading_info, load_tokenizer
 
 CHECKED_BLOCKS = 4
 """Held-out blocks that are scored again after reloading."""
@@ -30,8 +30,12 @@ def save_model_folder(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, fold
     if trainer.is_world_process_zero():
         (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs to load the model
         tokenizer.save_pretrained(str(partial))
-        if folder.exists():
-            raise RunError(f"{folder} is there already; the new model is in {partial}")
+        if folder.exists():  # of an earlier attempt at this run that was cut off before it was checked
+            earlier = next(
+                p for n in range(1, 1000) if not (p := folder.with_name(f"{folder.name}.earlier-{n}")).exists()
+            )
+            folder.rename(earlier)
+            log.warning("the unchecked model of an earlier attempt is now in %s", earlier)
         partial.replace(folder)
 
 
@@ -51,7 +55,9 @@ def check_model_folder(
     device = torch.device("cuda" if room > 1.3 * weights else "cpu")
     try:
         model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(str(folder))
+    except ConfigError as error:
+        raise CheckpointError(f"{folder} has the model, but not its tokenizer: {error}") from None
     except Exception as error:
         raise CheckpointError(f"{folder} does not load: {type(error).__name__}: {error}") from error
     check_loading_info(info, str(folder))
@@ -60,6 +66,8 @@ def check_model_folder(
         log.info("%s loaded in a fresh process; without held-out data there is no loss to compare", folder)
         return {}
     tokens = sum(len(row["labels"]) - 1 for row in rows)
+    if not np.isfinite(block_nlls).all():
+        raise CheckpointError(f"the run's own held-out loss is not a number: what is in {folder} cannot be used")
     expected, found = sum(block_nlls) / tokens, float(block_nll(model, rows, 1, device).sum()) / tokens
     # 16-bit sums differ between devices and batch shapes; a wrong or missing weight shows in whole nats.
     if not abs(found - expected) <= (1e-3 if precision == "fp32" else 2e-2):

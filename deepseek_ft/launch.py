@@ -41,8 +41,8 @@ def launched_ranks() -> int | None:
     return None
 
 
-def hostfile_ranks(hostfile: str) -> int:
-    """How many ranks a DeepSpeed hostfile stands for: the sum of its `host slots=N` lines.
+def read_hostfile(hostfile: str) -> tuple[int, bool]:
+    """How many ranks a DeepSpeed hostfile stands for (the sum of its `host slots=N` lines), and whether all are here.
 
     Raises:
         ConfigError: there is no such file, or a line says something else.
@@ -51,18 +51,19 @@ def hostfile_ranks(hostfile: str) -> int:
         lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile: {hostfile} cannot be read: {error}") from None
-    slots = 0
+    slots, hosts = 0, set()
     for number, line in enumerate(lines, start=1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        match = re.fullmatch(r"\S+\s+slots=(\d+)", line)
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
         if match is None:
             raise ConfigError(f"{hostfile}:{number}: got {line!r}; a line is like `worker-1 slots=3`")
-        slots += int(match[1])
+        hosts.add(match[1])
+        slots += int(match[2])
     if not slots:
         raise ConfigError(f"{hostfile} names no slots; a line is like `worker-1 slots=3`")
-    return slots
+    return slots, hosts <= {"localhost", "127.0.0.1"}
 
 
 def is_main_rank() -> bool:
@@ -108,6 +109,7 @@ def child_environment(config: Config, plan: Plan, ranks_here: int) -> tuple[dict
     if plan.device == "cuda":
         cards = [gpu.index for gpu in plan.hardware.gpus[: plan.world_size]]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which the cards were counted
         if len(cards) < len(plan.hardware.gpus):
             notes.append(f"{len(cards)} of {len(plan.hardware.gpus)} visible GPUs used: {', '.join(cards)}")
     if _needs_hub(config) and "HF_HUB_OFFLINE" not in environment and not _hub_answers():
@@ -136,8 +138,14 @@ def adopt_rank_environment(config: Config, plan: Plan) -> None:
     one_host = os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost")
     for name, value in _defaults(plan.hardware, local, one_host).items():
         # torchrun puts OMP_NUM_THREADS=1 there itself, which leaves CPU Adam on one core.
-        if name == "PATH" or name not in os.environ:
+        from_torchrun = (
+            name == "OMP_NUM_THREADS" and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(name) == "1"
+        )
+        if name == "PATH" or name not in os.environ or from_torchrun:
             os.environ[name] = value
+    if plan.device == "cuda" and local > len(plan.hardware.gpus):
+        raise PlanError(f"the launcher started {local} ranks here, but {len(plan.hardware.gpus)} GPUs are visible "
+                        f"({plan.hardware.describe()})")  # fmt: skip
     if _needs_hub(config) and "HF_HUB_OFFLINE" not in os.environ and not _hub_answers():
         os.environ["HF_HUB_OFFLINE"] = "1"
     if is_main_rank() and not os.environ.get("TORCHELASTIC_RUN_ID"):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,11 @@ log = logging.getLogger(__name__)
 
 # DeepSeek's own names; a tokenizer that is trained here wears them too.
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
+# How text is cut before BPE: contractions, words with the space before them, single digits, runs of signs and of white
+# space. This is Qwen2's rule, which transformers puts over a qwen2 model's own tokenizer.json in any case.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # Text on which broken tokenizers show: indentation, digits, Chinese, symbols, line ends (casebook of lost spaces).
 _PROBE = "def add(a, b):\n    return 12345 + b  # ≤ ℕ\r\n\t注意 空格，保留。 don't  \n\n"
 
@@ -53,9 +59,9 @@ def tokenizer_source(config: Config, corpora: list[Corpus], cache_dir: Path) -> 
 def _train_tokenizer(corpora: list[Corpus], size: int, cache_dir: Path) -> Path:
     """Byte-level BPE over the documents: any text survives the round trip."""
     from filelock import FileLock
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    key = hashlib.blake2b(f"2|{size}|{[c.fingerprint for c in corpora]}".encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(f"3|{size}|{[c.fingerprint for c in corpora]}".encode(), digest_size=16).hexdigest()
     folder = cache_dir / "tokenizers" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
@@ -64,7 +70,10 @@ def _train_tokenizer(corpora: list[Corpus], size: int, cache_dir: Path) -> Path:
         log.info("training a byte-level BPE tokenizer of %d tokens on the training documents", size)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            [
+                pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
         )
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
@@ -116,9 +125,9 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
 
         own = Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
         if own != ids:
-            raise ConfigError(f"model.tokenizer: {type(tokenizer).__name__} splits text otherwise than {file} says: "
-                              f"{ids[:8]} against {own[:8]}; name the generic class in tokenizer_config.json "
-                              '("tokenizer_class": "PreTrainedTokenizerFast")')  # fmt: skip
+            k = next((i for i, (a, b) in enumerate(zip(ids, own, strict=False)) if a != b), min(len(ids), len(own)))
+            raise ConfigError(f"model.tokenizer: {type(tokenizer).__name__}, which transformers takes for this model, splits "
+                              f"text otherwise than {file} says: ids {ids[k : k + 4]} against {own[k : k + 4]} from position {k}")  # fmt: skip
     sample = tokenizer("def add(a, b):")["input_ids"][:8]
     log.info("tokenizer %s: %s tokens, eos %s (%d), first ids of 'def add(a, b):' %s", source,
              f"{len(tokenizer):,}", tokenizer.eos_token, tokenizer.eos_token_id, sample)  # fmt: skip
@@ -145,15 +154,25 @@ def tokenizer_id(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode("utf-8"), digest_size=16).hexdigest()
 
 
+def largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Not always len(tokenizer) - 1: a vocabulary may have holes."""
+    return max(tokenizer.get_vocab().values())
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[int]:
     """How many bytes of text each id stands for; 0 for special tokens.
 
-    In a byte-level vocabulary every character of an entry is one byte.
+    In a byte-level vocabulary every character of an entry is one byte. Elsewhere `<0x0A>` is one byte and `▁` a space.
     """
-    counts = [0] * max(vocab_size, len(tokenizer))
+    vocabulary = tokenizer.get_vocab()
+    counts = [0] * max(vocab_size, largest_id(tokenizer) + 1)
+    byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()).get("decoder"))
     added = tokenizer.added_tokens_decoder
-    for token, i in tokenizer.get_vocab().items():
-        counts[i] = len(token)
+    for token, i in vocabulary.items():
+        if byte_level or re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            counts[i] = len(token) if byte_level else 1
+        else:
+            counts[i] = len(token.replace("▁", " ").encode("utf-8"))
     for i, token in added.items():
         counts[i] = 0 if token.special else len(token.content.encode("utf-8"))
     return counts
@@ -169,10 +188,14 @@ def model_source(config: Config, tokenizer: PreTrainedTokenizerFast, cache_dir: 
         return str(_make_preset(path.removeprefix("preset:"), tokenizer, config.seed, cache_dir))
     if Path(path).is_dir():
         return path
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
 
     try:
-        return snapshot_download(path, allow_patterns=["*.safetensors", "*.json", "tokenizer*"])
+        files = [] if HF_HUB_OFFLINE else HfApi().list_repo_files(path)
+        # Older repositories have no safetensors; where both are, one of them is enough.
+        weights = "*.bin" if files and not any(f.endswith(".safetensors") for f in files) else "*.safetensors"
+        return snapshot_download(path, allow_patterns=[weights, "*.json", "tokenizer*"])
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise ConfigError(f"model.path: {path} is not a folder here and cannot be had from the Hugging Face hub: {reason}\n"
@@ -223,7 +246,10 @@ def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTok
         ConfigError: the tokenizer has ids that the model has no row for.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what it would report is checked below, and said in one line
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
@@ -234,10 +260,12 @@ def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTok
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"the model in {source} cannot be loaded: {type(error).__name__}: {reason}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     check_loading_info(info, source)
     rows = model.config.vocab_size
-    if len(tokenizer) > rows:
-        raise ConfigError(f"the tokenizer has {len(tokenizer):,} ids, the model in {source} rows for {rows:,}; they do not "
+    if largest_id(tokenizer) >= rows:
+        raise ConfigError(f"the tokenizer has ids up to {largest_id(tokenizer):,}, the model in {source} rows for {rows:,}; they do not "
                           "belong together")  # fmt: skip
     model.config.use_cache = False  # a cache is for generation; in training it only costs memory
     return model

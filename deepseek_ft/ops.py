@@ -26,13 +26,17 @@ _STAMP = "deepseek_ft.stamp"
 log = logging.getLogger(__name__)
 
 
+def _default_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions")
+
+
 def _folders(op: str) -> list[Path]:
     """Where a built op may lie: torch puts it under a folder per Python and CUDA unless told otherwise."""
     name = _OPS[op][0]
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root:
         return [Path(root, name)]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions")
+    cache = _default_root()
     tag = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}_"
     return sorted(cache.glob(f"{tag}*/{name}"))
 
@@ -106,14 +110,30 @@ def build(ops: list[str] | tuple[str, ...]) -> None:
         return
     from filelock import FileLock
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "deepseek_ft")
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / "ops.lock"):
-        # Whoever waited here may find the work done; and a build's own lock without its builder is stale at once.
-        clear_stale_locks(missing, older_than_seconds=5)
+    try:
+        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or _default_root())
+        root.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(root / "deepseek_ft.lock")
+        lock.acquire()
+    except OSError as error:
+        raise PlanError(f"DeepSpeed's C++ ops cannot be built: {error.strerror} ({error.filename}); set TORCH_EXTENSIONS_DIR "
+                        "to a folder that can be written") from None  # fmt: skip
+    with lock:  # whoever waited here may find the work done
         for op in missing:
+            _wait_for_others(op)
             if not is_built(op):
                 _build(op)
+
+
+def _wait_for_others(op: str) -> None:
+    """Until nobody holds torch's lock: a compiler that outlived its parent is let finish, then the lock is stale."""
+    said = False
+    while locks := [f / "lock" for f in _folders(op) if (f / "lock").exists()]:
+        if not clear_stale_locks([op], older_than_seconds=5):
+            if not said:
+                log.info("waiting for another build of DeepSpeed's %s op (%s)", _OPS[op][0], locks[0])
+                said = True
+            time.sleep(1)
 
 
 def _build(op: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import logging
@@ -58,33 +59,37 @@ def finetune(
     """
     config = load_config(recipe, overrides, **sections)
     launched = launch.launched_ranks()
-    on_hosts = launch.hostfile_ranks(hostfile) if hostfile is not None else None
+    on_hosts, here = launch.read_hostfile(hostfile) if hostfile is not None else (None, True)
     plan = plan_run(config, launched_ranks=launched if launched is not None else on_hosts)
-    run_dir, checkpoint, notes = checkpoints.choose_run_dir(config.output_dir, resume, new)
+    run_dir, checkpoint, notes = checkpoints.choose_run_dir(config.output_dir, resume, new, launched is not None)
     if checkpoint is not None:
-        checkpoints.check_resume(run_dir, checkpoint, config, plan)
+        notes += checkpoints.check_resume(run_dir, checkpoint, config, plan)
     _look_for_data(config)
     task = _Task(asked=config, config=_decided(config, plan), run_dir=run_dir, checkpoint=checkpoint)
+    only_check = checkpoints.is_trained(run_dir)
 
     if launched is not None:
         launch.adopt_rank_environment(config, plan)
-        if launch.is_main_rank():
-            _announce(config, plan, run_dir, [*plan.notes, *notes])
-        prepare(task, plan)
-        train(task, plan)
-        if launch.is_main_rank():
-            environment, _ = launch.child_environment(config, plan, 1)
-            launch.run_worker(["worker", "verify", task.to_json()], environment)
+        main = launch.is_main_rank()
+        with checkpoints.hold(run_dir) if main else contextlib.nullcontext():
+            if main:
+                _announce(config, plan, run_dir, [*plan.notes, *notes])
+            if not only_check:
+                prepare(task, plan)
+                train(task, plan)
+            if main:
+                environment, _ = launch.child_environment(config, plan, 1)
+                launch.run_worker(["worker", "verify", task.to_json()], environment)
         return RunResult.load(run_dir)
 
-    environment, launch_notes = launch.child_environment(config, plan, 1)
-    _announce(config, plan, run_dir, [*plan.notes, *notes, *launch_notes])
-    if not (checkpoint is not None and (run_dir / "model").is_dir()):  # else it was only its check that was cut off
-        launch.run_worker(["worker", "prepare", task.to_json()], environment)
-        environment, _ = launch.child_environment(config, plan, plan.world_size)
-        launch.start_ranks(plan, ["worker", "train", task.to_json()], environment, hostfile)
-    environment, _ = launch.child_environment(config, plan, 1)
-    launch.run_worker(["worker", "verify", task.to_json()], environment)
+    with checkpoints.hold(run_dir):
+        environment, launch_notes = launch.child_environment(config, plan, 1)
+        _announce(config, plan, run_dir, [*plan.notes, *notes, *launch_notes])
+        if not only_check:
+            launch.run_worker(["worker", "prepare", task.to_json()], environment)
+            for_ranks, _ = launch.child_environment(config, plan, plan.world_size)
+            launch.start_ranks(plan, ["worker", "train", task.to_json()], for_ranks, None if here else hostfile)
+        launch.run_worker(["worker", "verify", task.to_json()], environment)
     return RunResult.load(run_dir)
 
 
@@ -193,7 +198,18 @@ def _load_materials(config: Config) -> _Materials:
 def prepare(task: _Task, plan: Plan) -> None:
     """Everything that must be there before the ranks start: C++ ops, tokenizer, blocks, weights."""
     ops.build(plan.ops)
-    _load_materials(task.config)
+    blocks = len(_load_materials(task.config).train)
+    at_once = plan.micro_batch_size * plan.world_size
+    if blocks < at_once:
+        raise DataError(
+            f"data.train has {blocks} block{'s' * (blocks > 1)} of {task.config.data.seq_len} tokens, and {plan.world_size} "
+            f"ranks x micro-batch {plan.micro_batch_size} take {at_once} at once: some would be trained on twice in one step. "
+            "Use more text, a shorter data.seq_len, a smaller train.micro_batch_size or fewer ranks"
+        )
+    if blocks < plan.global_batch_size:
+        log.warning(
+            "note: %d blocks are less than one step of %d: every step is the whole data", blocks, plan.global_batch_size
+        )
 
 
 def train(task: _Task, plan: Plan) -> None:
@@ -268,6 +284,8 @@ def train(task: _Task, plan: Plan) -> None:
 
     trainer.train(resume_from_checkpoint=str(task.checkpoint) if task.checkpoint else None)
 
+    if materials.eval is not None and trainer.last_block_nll is None:  # resumed after its last step
+        trainer.evaluate()
     save_model_folder(trainer, materials.tokenizer, run_dir / "model")
     peak = _gathered(peak_memory_bytes(plan.device))
     host_peak = _gathered(peak_memory_bytes("cpu"))
@@ -298,11 +316,16 @@ def train(task: _Task, plan: Plan) -> None:
             else {"block_nll": trainer.last_block_nll[:CHECKED_BLOCKS].tolist()},
         }
         checkpoints.write_json(run_file, run)
-        plot_loss(metrics, run_dir / "loss.png", config.name)
+        try:
+            plot_loss(metrics, run_dir / "loss.png", config.name)
+        except OSError as error:
+            log.warning("loss.png cannot be written: %s", error)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    del trainer, model
+    # Under a launcher this process starts the check next: give back the card and the host's memory first.
+    del trainer, model, run_log
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -333,6 +356,8 @@ def verify(task: _Task) -> None:
     run_file = task.run_dir / "run.json"
     run = checkpoints.read_json(run_file)
     known = (run.get("check") or {}).get("block_nll", [])
+    if task.config.data.eval and not known:
+        raise RunError(f"{run_file} has no held-out losses to check the model with; resume the run")
     rows = [_load_materials(task.config).eval[i] for i in range(len(known))]
     try:
         run |= check_model_folder(task.run_dir / "model", rows, known, task.config.train.precision, task.config.seed)

@@ -28,6 +28,9 @@ def build_training_args(config: Config, plan: Plan, run_dir: Path, total_steps: 
         # The recipe's optimizer is built here under every strategy, with the same parameter groups; the block's
         # values are the recipe's (checked) and serve those who use the file with a plain Trainer.
         deepspeed.pop("optimizer", None)
+        if plan.strategy.offload_optimizer:
+            # Otherwise accelerate rebuilds the optimizer that we pass, and its DeepSpeedCPUAdam is Adam with L2, not AdamW.
+            deepspeed["zero_force_ds_cpu_optimizer"] = False
     optim, train = config.optim, config.train
     return TrainingArguments(
         output_dir=str(run_dir),
@@ -112,6 +115,13 @@ class FineTuneTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def _run_epoch(self, **kwargs):
+        """Nothing, when the run is resumed from its very last checkpoint: Trainer would train one step too many."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**kwargs)
+
     def start_curve(self) -> None:
         """Line up a scheduler that DeepSpeed owns with the step count.
 
@@ -146,6 +156,7 @@ class FineTuneTrainer(Trainer):
         engine = self.model_wrapped
         facts = {"engine": type(engine).__name__, "zero_stage": None, "world_size": self.args.world_size}
         if hasattr(engine, "zero_optimization_stage"):
+            inner = getattr(engine.optimizer, "optimizer", engine.optimizer)  # ZeRO wraps the real one
             facts |= {
                 "zero_stage": int(engine.zero_optimization_stage()),
                 "engine_world_size": int(engine.dp_world_size),
@@ -153,6 +164,8 @@ class FineTuneTrainer(Trainer):
                 "gradient_clipping": float(engine.gradient_clipping()),
                 "fp16": bool(engine.fp16_enabled()),
                 "bf16": bool(engine.bfloat16_enabled()),
+                "optimizer": type(inner).__name__,
+                "decoupled_decay": bool(getattr(inner, "adam_w_mode", True)),
             }
         return facts
 
@@ -174,6 +187,8 @@ class FineTuneTrainer(Trainer):
                 "gradient_clipping": config.optim.max_grad_norm,
                 "fp16": config.train.precision == "fp16",
                 "bf16": config.train.precision == "bf16",
+                "optimizer": "DeepSpeedCPUAdam" if plan.strategy.offload_optimizer else "AdamW",
+                "decoupled_decay": True,
             }
         elif plan.world_size > 1:
             expected["engine"] = "DistributedDataParallel"

@@ -18,11 +18,12 @@ def main() -> None:
     parser.add_argument("--recipe", default="quickstart", help="a shipped recipe's name, or a YAML file")
     parser.add_argument("--deepspeed", metavar="FILE", help="a DeepSpeed file instead of the recipe's strategy")
     parser.add_argument("--resume", action="store_true", help="continue the unfinished run in output_dir")
+    parser.add_argument("--new", action="store_true", help="start beside an unfinished run")
     parser.add_argument("--local_rank", help="the launcher passes it; the environment says the same")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     overrides = arguments.overrides + ([f"deepspeed={arguments.deepspeed}"] if arguments.deepspeed else [])
-    result = finetune(arguments.recipe, overrides, resume=arguments.resume)
+    result = finetune(arguments.recipe, overrides, resume=arguments.resume, new=arguments.new)
     if os.environ.get("RANK", "0") == "0":
         print(result)
 

@@ -7,7 +7,15 @@ import torch
 from safetensors.torch import save_file
 
 from deepseek_ft import CheckpointError
-from deepseek_ft.checkpoints import choose_run_dir, incomplete, newest_complete, saved_ranks, write_json
+from deepseek_ft.checkpoints import (
+    choose_run_dir,
+    hold,
+    incomplete,
+    is_trained,
+    newest_complete,
+    saved_ranks,
+    write_json,
+)
 
 
 def checkpoint(run_dir, step: int, ranks: int = 3):
@@ -123,6 +131,36 @@ def test_an_unfinished_run_asks(tmp_path):
     assert choose_run_dir(str(base), False, True)[0].name == "x-2"
     folder, found, notes = choose_run_dir(str(base), True, False)
     assert folder == base and found.name == "checkpoint-10" and "resuming" in notes[-1]
+
+
+def test_a_folder_is_held_while_its_run_goes(tmp_path):
+    base = tmp_path / "runs" / "x"
+    with hold(base):
+        assert choose_run_dir(str(base), False, False)[0].name == "x-2"
+        assert choose_run_dir(str(base), False, False, launched=True)[0] == base  # the ranks of the run that holds it
+        with pytest.raises(CheckpointError, match="still going"), hold(base):
+            pass
+        assert base.is_dir()
+    assert not (tmp_path / "runs").exists()  # nothing began, nothing is left
+    with hold(base):
+        finish(base)
+    assert (base / "run.json").is_file() and not (base / ".lock").exists()
+
+
+def test_a_trained_run_without_its_check_is_taken_up(tmp_path):
+    base = tmp_path / "x"
+    finish(base, "trained")
+    (base / "model").mkdir()
+    with pytest.raises(CheckpointError, match="was not checked"):
+        choose_run_dir(str(base), False, False)
+    assert is_trained(base) and choose_run_dir(str(base), True, False)[:2] == (base, None)
+    finish(base, "running")  # a model folder of which nobody wrote that it is whole
+    assert not is_trained(base)
+
+
+def test_resume_and_new_exclude_each_other(tmp_path):
+    with pytest.raises(CheckpointError, match="exclude"):
+        choose_run_dir(str(tmp_path / "x"), True, True)
 
 
 def test_nothing_to_resume(tmp_path):

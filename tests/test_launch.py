@@ -130,10 +130,12 @@ def test_a_death_is_a_run_error(code, said):
 def test_hostfiles(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# two machines\nworker-1 slots=3\n\nworker-2 slots=2  # the small one\n")
-    assert launch.hostfile_ranks(str(file)) == 5
+    assert launch.read_hostfile(str(file)) == (5, False)
+    file.write_text("localhost slots=3\n")
+    assert launch.read_hostfile(str(file)) == (3, True)
     for text, said in (("worker-1 3\n", ":1"), ("", "no slots")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said):
-            launch.hostfile_ranks(str(file))
+            launch.read_hostfile(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
-        launch.hostfile_ranks(str(tmp_path / "none"))
+        launch.read_hostfile(str(tmp_path / "none"))

@@ -43,6 +43,25 @@ def test_a_lock_that_a_build_holds_is_kept(extensions, monkeypatch):
     assert ops.clear_stale_locks(["shm_comm"]) == [] and lock.exists()
 
 
+def test_a_build_waits_for_a_compiler_that_outlived_its_parent(extensions, monkeypatch):
+    """And then takes the lock, whose owner is dead, instead of waiting on it for ever."""
+    lock = extensions / "lock"
+    lock.touch()
+    os.utime(lock, (time.time() - 6,) * 2)
+    left, built = [True, True, False], []
+    monkeypatch.setattr(ops, "_is_compiling", lambda folder: left.pop(0) if left else False)
+    monkeypatch.setattr(ops, "_build", built.append)
+    monkeypatch.setattr(ops.time, "sleep", lambda seconds: None)
+    ops.build(["shm_comm"])
+    assert built == ["shm_comm"] and not lock.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said(monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/nowhere")
+    with pytest.raises(PlanError, match="TORCH_EXTENSIONS_DIR"):
+        ops.build(["shm_comm"])
+
+
 def test_no_compiler(monkeypatch, tmp_path, extensions):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

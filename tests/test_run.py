@@ -146,7 +146,7 @@ def test_fp16_reaches_the_engine_and_a_taken_port_does_not_matter(tiny_recipe, t
     assert result["engine_facts"]["fp16"] and result["engine_facts"]["zero_stage"] == 2
 
 
-def test_a_hostfile_starts_deepspeeds_launcher(tiny_recipe, tmp_path):
+def test_a_hostfile_of_this_host(tiny_recipe, tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     words = ("train.max_steps=2", "train.micro_batch_size=3", "--hostfile", "hosts")
     result = train(tiny_recipe, *words, cwd=tmp_path)

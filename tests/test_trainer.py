@@ -87,12 +87,12 @@ def test_the_rate_that_is_logged_is_the_rate_that_was_used(tmp_path):
     assert not torch.equal(model.state_dict()["lm_head.weight"], before["lm_head.weight"])
 
 
-def test_a_nan_loss_is_shown(tmp_path):
+def test_a_nan_loss_is_shown_and_ends_the_run(tmp_path):
     model = tiny()
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("nan")
-    _, log = trained(tmp_path, model=model, steps=2)
-    assert all(np.isnan(row["loss"]) for row in log.history)
+    with pytest.raises(RunError, match=r"(?s)loss is nan at step 1.*optim\.lr"):
+        trained(tmp_path, model=model, steps=2)
     assert "NaN" in (tmp_path / "metrics.jsonl").read_text()
 
 
