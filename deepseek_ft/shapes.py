@@ -34,18 +34,80 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _llama(
+    h: int, layers: int, heads: int, kv: int, ff: int, vocab: int, positions: int, **more: Any
+) -> dict[str, Any]:
+    return {"model_type": "llama", "hidden_size": h, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": kv, "intermediate_size": ff, "vocab_size": vocab, "max_position_embeddings": positions,
+            "torch_dtype": "bfloat16", **more}  # fmt: skip
+
+
+_CODER_67 = _llama(4096, 32, 32, 32, 11008, 32256, 16384)
+_LLM_7 = _llama(4096, 30, 32, 32, 11008, 102400, 4096)
+_V2_LITE = {"model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "num_key_value_heads": 16, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+            "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512,
+            "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400,
+            "max_position_embeddings": 163840, "torch_dtype": "bfloat16"}  # fmt: skip
+_V3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+       "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+       "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
+       "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280,
+       "max_position_embeddings": 163840, "torch_dtype": "bfloat16"}  # fmt: skip
+
+
+def _qwen2(h: int, layers: int, heads: int, kv: int, ff: int, vocab: int) -> dict[str, Any]:
+    return _llama(h, layers, heads, kv, ff, vocab, 131072) | {"model_type": "qwen2"}
+
+
+# The numbers of the published config.json files, so that a hub id is planned without a download.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    f"deepseek-ai/{name}": config
+    for names, config in {
+        "deepseek-coder-1.3b-base deepseek-coder-1.3b-instruct": _llama(2048, 24, 16, 16, 5504, 32256, 16384),
+        "deepseek-coder-6.7b-base deepseek-coder-6.7b-instruct": _CODER_67,
+        "deepseek-coder-33b-base deepseek-coder-33b-instruct": _llama(7168, 62, 56, 8, 19200, 32256, 16384),
+        "deepseek-coder-7b-base-v1.5 deepseek-coder-7b-instruct-v1.5 deepseek-llm-7b-base deepseek-llm-7b-chat "
+        "deepseek-math-7b-base deepseek-math-7b-instruct deepseek-math-7b-rl": _LLM_7,
+        "DeepSeek-V2-Lite DeepSeek-V2-Lite-Chat DeepSeek-Coder-V2-Lite-Base DeepSeek-Coder-V2-Lite-Instruct": _V2_LITE,
+        "DeepSeek-R1-Distill-Qwen-1.5B": _qwen2(1536, 28, 12, 2, 8960, 151936),
+        "DeepSeek-R1-Distill-Qwen-7B": _qwen2(3584, 28, 28, 4, 18944, 152064),
+        "DeepSeek-R1-Distill-Qwen-14B": _qwen2(5120, 48, 40, 8, 13824, 152064),
+        "DeepSeek-R1-Distill-Llama-8B": _llama(4096, 32, 32, 8, 14336, 128256, 131072),
+        "DeepSeek-R1-0528-Qwen3-8B": _llama(4096, 36, 32, 8, 12288, 151936, 131072, head_dim=128) | {"model_type": "qwen3"},
+        "DeepSeek-V3 DeepSeek-V3-Base DeepSeek-V3.1 DeepSeek-R1": _V3,
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ModelShape:
     model_type: str
     parameters: int
+    active_parameters: int
+    """Of these, what one token passes through: of a mixture of experts the chosen and the shared ones."""
     embedding_parameters: int
     """Embedding and head together (once when tied)."""
     hidden_size: int
     layers: int
     vocab_size: int
+    attention_width: int
+    """Heads times the mean of query/key and value width: what attention costs per pair of positions."""
     max_positions: int
     dtype: str | None
     """Of the checkpoint, when the config says so."""
+
+    def flops_per_token(self, seq_len: int, checkpointing: bool) -> float:
+        """Training FLOPs per token: 2 per weight and pass, one pass forward, two backward, one more when recomputed.
+
+        Attention adds 2 x seq_len x width per layer and pass under a causal mask (a token sees half the sequence on
+        average, in two products of 2 FLOPs). The head is never recomputed, and an embedding is looked up, not multiplied.
+        """
+        head = self.vocab_size * self.hidden_size
+        body = self.active_parameters - self.embedding_parameters
+        forward = 2 * body + 2 * self.layers * self.attention_width * seq_len
+        return (4 if checkpointing else 3) * forward + 3 * 2 * head
 
 
 def _attention(c: Mapping[str, Any], h: int, heads: int) -> int:
@@ -68,9 +130,9 @@ def _attention(c: Mapping[str, Any], h: int, heads: int) -> int:
     return weights
 
 
-def _feed_forward(c: Mapping[str, Any], h: int, layer: int) -> int:
+def _feed_forward(c: Mapping[str, Any], h: int, layer: int, active: bool = False) -> int:
     if c.get("n_routed_experts") and layer >= c.get("first_k_dense_replace", 0):
-        experts = c["n_routed_experts"] + (c.get("n_shared_experts") or 0)
+        experts = c["num_experts_per_tok" if active else "n_routed_experts"] + (c.get("n_shared_experts") or 0)
         router = h * c["n_routed_experts"]
         return experts * 3 * h * c["moe_intermediate_size"] + router
     bias = c.get("mlp_bias") and c["model_type"] == "llama"
@@ -104,17 +166,33 @@ def shape_from_config(c: Mapping[str, Any], where: str = "config.json") -> Model
         h, heads, layers, vocab = (
             c[k] for k in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         )
-        body = sum(_attention(c, h, heads) + _feed_forward(c, h, i) + 2 * h for i in range(layers)) + h
+        attention = _attention(c, h, heads) + 2 * h  # with the layer's two norms
+        body, active = (sum(attention + _feed_forward(c, h, i, a) for i in range(layers)) + h for a in (False, True))
+        if c.get("kv_lora_rank"):
+            width = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"] + c["v_head_dim"]) // 2
+        else:
+            width = heads * (c.get("head_dim") or h // heads)
     except KeyError as error:
         raise ConfigError(f"{where}: {error.args[0]} is missing, which a {kind} model needs") from None
     tied = c.get("tie_word_embeddings", False)
     embedding = vocab * h * (1 if tied else 2)
     dtype = c.get("dtype") or c.get("torch_dtype")
-    return ModelShape(kind, body + embedding, embedding, h, layers, vocab, c.get("max_position_embeddings") or 0, dtype)
+    return ModelShape(
+        model_type=kind,
+        parameters=body + embedding,
+        active_parameters=active + embedding,
+        embedding_parameters=embedding,
+        hidden_size=h,
+        layers=layers,
+        vocab_size=vocab,
+        attention_width=width,
+        max_positions=c.get("max_position_embeddings") or 0,
+        dtype=dtype,
+    )
 
 
 def find_shape(model_path: str) -> ModelShape | None:
-    """Shape of a preset or of a local folder; None for a hub id, whose config is not on this machine.
+    """Shape of a preset, a local folder or a published DeepSeek model; None for any other hub id.
 
     Raises:
         ConfigError: an unknown preset, or a folder without a usable config.json.
@@ -129,7 +207,7 @@ def find_shape(model_path: str) -> ModelShape | None:
         looks_local = model_path.startswith((".", "/", "~")) or model_path.count("/") != 1
         if looks_local:
             raise ConfigError(f"model.path: there is no folder {model_path!r}, and a hub id has the form owner/name")
-        return None
+        return shape_from_config(PUBLISHED[model_path], model_path) if model_path in PUBLISHED else None
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError(f"model.path: {folder} holds no config.json; it is not a model folder")

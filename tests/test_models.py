@@ -23,7 +23,7 @@ from deepseek_ft.models import (
     tokenizer_id,
     tokenizer_source,
 )
-from deepseek_ft.shapes import PRESETS, find_shape, shape_from_config
+from deepseek_ft.shapes import PRESETS
 
 TEXT = "def add(a, b):\n    return 12345 + b  # ≤ ℕ\n你好，世界\r\n"
 CPU = Hardware(gpus=(), cores=2, host_memory_bytes=8 << 30)
@@ -133,14 +133,6 @@ def test_deepseeks_tokenizers_give_their_reference_ids(name):
 # --------------------------------------------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_parameters_are_counted_as_on_the_meta_device(name):
-    shape = dict(PRESETS[name])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape))
-    assert sum(p.numel() for p in model.parameters()) == find_shape(f"preset:{name}").parameters
-
-
 @pytest.mark.parametrize("name", [n for n in PRESETS if n.startswith("tiny")])
 def test_every_tiny_preset_learns(name, tokenizer_folder, tmp_path):
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -157,18 +149,6 @@ def test_every_tiny_preset_learns(name, tokenizer_folder, tmp_path):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(np.log(448), rel=0.05) and losses[-1] < losses[0] - 0.5
-
-
-@needs_shared
-def test_published_models_are_counted():
-    counts = {
-        "deepseek-coder-1.3b-instruct": 1_346_471_936, "deepseek-coder-6.7b-base": 6_740_512_768, "deepseek-llm-7b-chat": 6_910_365_696,
-        "DeepSeek-V2-Lite": 15_706_484_224, "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000, "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
-        "DeepSeek-R1-0528-Qwen3-8B": 8_190_735_360,
-    }  # fmt: skip
-    for name, count in counts.items():
-        config = json.loads((SHARED / f"configs/{name}.config.json").read_text())
-        assert shape_from_config(config).parameters == count, name
 
 
 @pytest.fixture(scope="module")
@@ -238,16 +218,6 @@ def test_a_tokenizer_with_more_ids_than_rows_is_refused(llama, tmp_path):
     big.add_tokens([f"<{i}>" for i in range(100)])
     with pytest.raises(ConfigError, match="do not belong together"):
         load(llama[0], big)
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [("preset:tinny", "no preset"), ("./nowhere", "no folder"), ("a/b/c", "no folder"), ("/tmp", "config.json")],
-)
-def test_model_paths(path, expected):
-    with pytest.raises(ConfigError, match=expected):
-        find_shape(path)
-    assert find_shape("deepseek-ai/deepseek-llm-7b-base") is None
 
 
 def test_empty_sources_are_said():

@@ -97,8 +97,14 @@ def test_auto_takes_the_least_sharding_whose_states_fit(monkeypatch):
     assert "no strategy fits" in refused(*seven, "train.precision=fp16", hardware=cards(1, gib=6))
 
 
-def test_an_unknown_size_is_said():
+def test_published_models_are_planned_by_their_id():
     p = plan(recipe="deepseek-llm-7b/wikitext103_full", hardware=cards(3))
+    assert p.strategy.name == "zero3_offload" and p.shape.parameters == 6_910_365_696
+    assert any("bf16 checkpoint" in n for n in p.notes)
+
+
+def test_an_unknown_size_is_said():
+    p = plan("model.path=somebody/a-model", recipe="deepseek-llm-7b/wikitext103_full", hardware=cards(3))
     assert p.strategy.name == "zero3_offload" and any("not known before its download" in n for n in p.notes)
 
 
