@@ -12,7 +12,8 @@ from deepseek_ft.strategies import STRATEGIES
 pytestmark = pytest.mark.ranks
 
 SCRIPT = """
-import json, sys, torch
+import deepspeed, json, sys, torch
+deepspeed.init_distributed(dist_backend="gloo", verbose=False)  # on CPUs Trainer leaves that too late for zero.Init
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 def rows(n=24, length=16):
@@ -20,11 +21,12 @@ def rows(n=24, length=16):
     ids = torch.randint(0, 64, (n, length), generator=generator)
     return [{"input_ids": i, "labels": i} for i in ids]
 
+folder, *names = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
 found = {}
-for name in sys.argv[2:]:
+for name in names:
     bf16 = name == "zero3_bf16"
     args = TrainingArguments(
-        f"out/{name}", use_cpu=True, deepspeed=f"{sys.argv[1]}/{name}.json", bf16=bf16, max_steps=4, learning_rate=1e-2,
+        f"out/{name}", use_cpu=True, deepspeed=f"{folder}/{name}.json", bf16=bf16, max_steps=4, learning_rate=1e-2,
         per_device_train_batch_size=2, gradient_accumulation_steps=2, warmup_steps=2, max_grad_norm=0.7, logging_steps=1,
         save_strategy="no", report_to=[], disable_tqdm=True, lr_scheduler_type="constant_with_warmup",
     )
