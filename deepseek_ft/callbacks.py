@@ -132,7 +132,10 @@ class RunLog(TrainerCallback):
             parts += [f"mem {e['peak_memory_bytes'] / GIB:.1f} GiB", f"eta {duration(e['eta_seconds'])}"]
             line = " | ".join(parts)
             if self._bar is not None:
-                self._bar.set_postfix_str(" | ".join(parts[1:-1]), refresh=False)
+                shown = [
+                    p for p in parts if p.startswith(("loss", "lr")) or p.endswith("tok/s")
+                ]  # a bar is one narrow line
+                self._bar.set_postfix_str(" | ".join(shown), refresh=False)
                 return
         elif "eval_loss" in e:
             line = f"step {e['step']}/{total} | held-out loss {e['eval_loss']:.4f} | perplexity {e['eval_perplexity']:,.2f}"
