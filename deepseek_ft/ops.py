@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import sys
+import sysconfig
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -58,6 +59,9 @@ def is_built(op: str) -> bool:
 
 
 def have_compiler() -> bool:
+    """A C++ compiler, ninja and Python's headers: Debian's python3 comes without the last."""
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return False
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
     return compiler is not None and (shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None)
 
@@ -157,7 +161,7 @@ def _build(op: str) -> None:
         )
         raise PlanError(
             f"DeepSpeed's {name} op cannot be built: {words[-1].strip()[:300]}\n"
-            "  It needs a C++ compiler and ninja (Debian, Ubuntu: apt-get install g++; pip install ninja) that fit the "
+            "  It needs a C++ compiler, Python's headers and ninja (Debian, Ubuntu: apt-get install g++ python3-dev) that fit the "
             "installed torch; a strategy without offload needs no build on a GPU."
         ) from None
     (folder / _STAMP).write_text(_versions())

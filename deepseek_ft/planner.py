@@ -202,15 +202,15 @@ def plan_run(
     if strategy.offload_optimizer:
         ops.append("cpu_adam")
     if ops and not (ops_module.available(ops) if can_build_ops is None else can_build_ops):
-        cure = "install a C++ compiler (Debian, Ubuntu: apt-get install g++)"
+        cure = "install one (Debian, Ubuntu: apt-get install g++ python3-dev)"
         if hardware.device == "cuda" or launched_ranks is not None:
             raise PlanError(
                 f"strategy {strategy.name} needs DeepSpeed's {' and '.join(ops)} op, which is not built yet, and there is no "
-                f"C++ compiler to build it; {cure}"
+                f"C++ compiler (with Python's headers) to build it; {cure}"
                 + (", or use a strategy without offload" if strategy.offload_optimizer else "")
             )
         notes.append(
-            f"there is no C++ compiler, which DeepSpeed needs on the CPU: falling back from {strategy.name} on {world_size} "
+            f"there is no C++ compiler (with Python's headers), which DeepSpeed needs on the CPU: falling back from {strategy.name} on {world_size} "
             f"ranks to one process with the same batch; {cure} to see {strategy.name}"
         )
         strategy, ds, ops = STRATEGIES["single"], None, []

@@ -69,6 +69,11 @@ def test_no_compiler(monkeypatch, tmp_path, extensions):
     assert ops.available([])
 
 
+def test_no_headers(monkeypatch, tmp_path, extensions):
+    monkeypatch.setattr(ops.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert not ops.have_compiler()
+
+
 def test_a_failing_build_is_one_message(monkeypatch, extensions, tmp_path):
     compiler = tmp_path / "bin" / "c++"
     compiler.parent.mkdir()

@@ -66,7 +66,7 @@ def test_without_a_compiler():
     p = plan(can_build_ops=False)
     assert (p.strategy.name, p.world_size, p.global_batch_size, p.ops) == ("single", 1, 24, ())
     assert any("no C++ compiler" in n for n in p.notes)
-    assert "apt-get install g++" in refused(launched_ranks=3, can_build_ops=False)
+    assert "apt-get install g++ python3-dev" in refused(launched_ranks=3, can_build_ops=False)
     assert "without offload" in refused("strategy=zero2_offload", hardware=cards(3), can_build_ops=False)
     assert plan("strategy=zero3", hardware=cards(3), can_build_ops=False).strategy.name == "zero3"
 
