@@ -15,7 +15,7 @@ import torch
 
 from .config import Config
 from .data.sources import Corpus
-from .errors import CheckpointError, ConfigError, DataError
+from .errors import CheckpointError, ConfigError
 from .planner import Plan
 from .shapes import PRESETS
 
@@ -281,10 +281,3 @@ def check_loading_info(info: dict, source: str) -> None:
             problems.append(f"{kind.replace('_', ' ')}: {', '.join(names[:3])}{more}")
     if problems:
         raise CheckpointError(f"the weights in {source} are not those of its config.json: {'; '.join(problems)}")
-
-
-def require_text(corpora: list[Corpus]) -> None:
-    """Fail before anything is built when a source has no document at all."""
-    for corpus in corpora:
-        if next(corpus.documents(), None) is None:
-            raise DataError(f"data {corpus.label}: no documents; check the path, the split and max_documents")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 
@@ -78,13 +77,6 @@ def test_offline_hub_is_said_in_seconds(tmp_path):
         assert "Retrying" not in done.stdout and "Traceback" not in done.stdout
 
 
-def cpu_seconds(*words: str) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *words], check=True, capture_output=True, cwd=ROOT, env=clean_environment())
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 def test_what_help_imports_is_small():
     """Time is not asserted; what costs it is: the modules that a help text loads."""
     code = "from deepseek_ft.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nimport sys; print(len(sys.modules))"
@@ -95,7 +87,6 @@ def test_what_help_imports_is_small():
         [sys.executable, "-c", "import argparse, logging, sys; print(len(sys.modules))"], capture_output=True, text=True
     ).stdout
     assert int(out.split()[-1]) - int(bare) < 60
-    assert cpu_seconds("-c", "import deepseek_ft") >= 0
 
 
 def test_a_closed_pipe_is_no_traceback(tmp_path):

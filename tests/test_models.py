@@ -11,14 +11,13 @@ from conftest import SHARED, needs_shared
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deepseek_ft import CheckpointError, ConfigError, DataError, load_config, plan_run
+from deepseek_ft import CheckpointError, ConfigError, load_config, plan_run
 from deepseek_ft.data.sources import Corpus
 from deepseek_ft.hardware import Hardware
 from deepseek_ft.models import (
     load_model,
     load_tokenizer,
     model_source,
-    require_text,
     token_bytes,
     tokenizer_id,
     tokenizer_source,
@@ -218,8 +217,3 @@ def test_a_tokenizer_with_more_ids_than_rows_is_refused(llama, tmp_path):
     big.add_tokens([f"<{i}>" for i in range(100)])
     with pytest.raises(ConfigError, match="do not belong together"):
         load(llama[0], big)
-
-
-def test_empty_sources_are_said():
-    with pytest.raises(DataError, match="no documents"):
-        require_text([Corpus("t", "f", lambda: iter([]))])
