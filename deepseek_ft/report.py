@@ -87,20 +87,19 @@ class RunResult:
 
     @property
     def perplexity_before(self) -> float | None:
-        return (self.run.get("before") or {}).get("perplexity")
+        return self.run.get("perplexity_before")
 
     @property
     def perplexity_after(self) -> float | None:
-        return (self.run.get("after") or {}).get("perplexity")
+        return self.run.get("perplexity_after")
 
     def __str__(self) -> str:
         r = self.run
         lines = [f"{r.get('name')}: {self.status} after {r.get('steps')} steps, {r.get('tokens', 0):,} tokens, "
                  f"{r.get('wall_seconds', 0):.0f} s"]  # fmt: skip
-        facts = r.get("engine_facts", {})
-        stage = f" stage {facts['zero_stage']}" if facts.get("zero_stage") is not None else ""
+        stage = f" stage {r['zero_stage']}" if r.get("zero_stage") is not None else ""
         lines.append(
-            f"  ran        {facts.get('engine')}{stage}, {facts.get('world_size')} x {r.get('plan', {}).get('device')}"
+            f"  ran        {r.get('engine')}{stage}, {r.get('world_size')} x {r.get('plan', {}).get('device')}"
         )
         if r.get("first_loss") is not None:
             lines.append(f"  loss       {r['first_loss']:.4f} -> {r['last_loss']:.4f}")

@@ -252,7 +252,7 @@ def train(task: _Task, plan: Plan) -> None:
             "name": config.name,
             "status": "running",
             "started": run.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
-            "recipe": to_dict(task.asked),
+            "config": to_dict(task.asked),
             "plan": planner.to_dict(plan),
             "versions": _versions(),
             "data": {"train": dataclasses.asdict(materials.train.stats),
@@ -296,16 +296,22 @@ def train(task: _Task, plan: Plan) -> None:
         tokens = float(trainer.target_tokens)
         seq_len = config.data.seq_len
         trained = tokens * seq_len / (seq_len - 1)
+        before = _eval_figures(evals[0]) if evals and evals[0]["step"] == 0 else run.get("before")
+        after = _eval_figures(evals[-1]) if evals and evals[-1]["step"] == trainer.state.global_step else None
+        facts = trainer.engine_facts()
         run |= {
             "status": "trained",
-            "engine_facts": trainer.engine_facts(),
+            **{k: facts[k] for k in ("engine", "zero_stage", "world_size")},
+            "engine_facts": facts,
             "steps": trainer.state.global_step,
             "global_batch_size": plan.global_batch_size,
             "tokens": round(trained),
             "first_loss": losses[0] if losses else None,
             "last_loss": losses[-1] if losses else None,
-            "before": _eval_figures(evals[0]) if evals and evals[0]["step"] == 0 else run.get("before"),
-            "after": _eval_figures(evals[-1]) if evals and evals[-1]["step"] == trainer.state.global_step else None,
+            "before": before,
+            "after": after,
+            "perplexity_before": (before or {}).get("perplexity"),
+            "perplexity_after": (after or {}).get("perplexity"),
             "tokens_per_second": trained / run_log.step_seconds if run_log.step_seconds else None,
             "peak_memory_bytes": peak,
             "host_peak_memory_bytes": host_peak,

@@ -15,7 +15,7 @@ def test_in_a_kernel(tiny_recipe, tmp_path):
         f"a = finetune({str(tiny_recipe)!r}, train={{'max_steps': 3}})",
         f"b = finetune({str(tiny_recipe)!r}, train={{'max_steps': 2}}, seed=3)",
         "assert dict(os.environ) == before and 'torch' not in sys.modules\n"
-        "print(a.run['engine_facts'], a.run['steps'], b.run['steps'], b.run['recipe']['seed'], a.output_dir != b.output_dir)",
+        "print(a.run['engine_facts'], a.run['steps'], b.run['steps'], b.run['config']['seed'], a.output_dir != b.output_dir)",
         f"try:\n    finetune({str(tiny_recipe)!r}, data={{'path': '/nowhere'}})\nexcept Exception as e:\n    print(type(e).__name__, e)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])

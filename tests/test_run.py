@@ -59,7 +59,7 @@ def check_finished(result: dict, engine="DeepSpeedEngine", stage=3, ranks=3):
         assert (result["folder"] / name).exists(), name
     assert result["last_loss"] < result["first_loss"] and result["tokens_per_second"] > 0
     assert result["after"]["perplexity"] < result["before"]["perplexity"]
-    assert result["versions"]["deepspeed"] and result["steps"] == result["recipe"]["train"]["max_steps"]
+    assert result["versions"]["deepspeed"] and result["steps"] == result["config"]["train"]["max_steps"]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def launched(tmp_path_factory, tiny_recipe):
 
 def test_under_the_deepspeed_launcher(launched, cache):
     check_finished(launched)
-    assert launched["recipe"]["deepspeed"].endswith("zero3.json")
+    assert launched["config"]["deepspeed"].endswith("zero3.json")
     reloaded = perplexity_of_folder(launched, cache)
     assert reloaded["perplexity"] == pytest.approx(launched["after"]["perplexity"], rel=1e-4)
     assert reloaded["tokens"] == launched["after"]["tokens"] and reloaded["round_trip"] == "x = 1\n"
@@ -109,7 +109,7 @@ def test_the_saved_config_reproduces_the_run(launched, tmp_path):
         [r["loss"] for r in read_metrics(r["folder"] / "metrics.jsonl") if "loss" in r] for r in (launched, again)
     ]
     assert curves[0] == curves[1]
-    assert again["recipe"] == launched["recipe"]
+    assert again["config"] == launched["config"]
 
 
 def test_from_python_and_twice_in_one_process(tiny_recipe, tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_from_python_and_twice_in_one_process(tiny_recipe, tmp_path, monkeypatch
     second = finetune(tiny_recipe, train={"max_steps": 4, "micro_batch_size": 3}, seed=8, strategy="single")
     assert dict(os.environ) == environment
     check_finished(first.run | {"folder": first.output_dir})
-    assert (second.run["steps"], second.run["plan"]["strategy"], second.run["recipe"]["seed"]) == (4, "single", 8)
+    assert (second.run["steps"], second.run["plan"]["strategy"], second.run["config"]["seed"]) == (4, "single", 8)
     assert second.output_dir != first.output_dir and second.run["engine_facts"]["world_size"] == 1
     assert first.perplexity_after < first.perplexity_before and first.metrics["perplexity"] == first.perplexity_after
     assert [r["step"] for r in first.history if "loss" in r] == [1, 2, 3, 4, 5, 6]
