@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,61 +84,151 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """Layers that are alike: how many, and their parameters."""
+
+    count: int
+    weights: Mapping[str, tuple[int, ...]]
+    """Name -> shape, as transformers names them below `model.layers.N.`; a linear layer is (out, in)."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.weights.values())
+
+
+@dataclass(frozen=True)
 class ModelShape:
     model_type: str
-    parameters: int
-    active_parameters: int
-    """Of these, what one token passes through: of a mixture of experts the chosen and the shared ones."""
-    embedding_parameters: int
-    """Embedding and head together (once when tied)."""
     hidden_size: int
-    layers: int
     vocab_size: int
-    attention_width: int
-    """Heads times the mean of query/key and value width: what attention costs per pair of positions."""
+    tied: bool
+    """The head is the embedding."""
+    heads: int
+    kv_heads: int
+    qk_head_dim: int
+    """Width of a head's query and key; `v_head_dim` is its value's. Under latent attention they differ."""
+    v_head_dim: int
+    latent: bool
+    """Multi-head latent attention (MLA, arXiv:2405.04434 §2.1): keys and values come from one narrow latent."""
+    rope_head_dim: int
+    """The part of a head that carries positions: all of it, but for latent attention."""
+    experts: int
+    experts_per_token: int
+    kinds: tuple[LayerKind, ...]
+    """In order; of a mixture of experts the dense layers come first."""
     max_positions: int
     dtype: str | None
     """Of the checkpoint, when the config says so."""
 
-    def flops_per_token(self, seq_len: int, checkpointing: bool) -> float:
+    @property
+    def layers(self) -> int:
+        return sum(kind.count for kind in self.kinds)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Embedding and head together (once when tied)."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        return sum(kind.count * kind.parameters for kind in self.kinds) + self.hidden_size + self.embedding_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Of these, what one token passes through: of a mixture of experts the chosen and the shared ones."""
+        idle = sum(
+            kind.count * math.prod(shape) * (1 - self.experts_per_token / self.experts)
+            for kind in self.kinds
+            for name, shape in kind.weights.items()
+            if name in EXPERTS
+        )
+        return self.parameters - round(idle)
+
+    @property
+    def attention_width(self) -> int:
+        """Heads times the mean of query/key and value width: what attention costs per pair of positions."""
+        return self.heads * (self.qk_head_dim + self.v_head_dim) // 2
+
+    def flops_per_token(self, seq_len: int, checkpointing: bool, trained: float = 1.0) -> float:
         """Training FLOPs per token: 2 per weight and pass, one pass forward, two backward, one more when recomputed.
 
         Attention adds 2 x seq_len x width per layer and pass under a causal mask (a token sees half the sequence on
         average, in two products of 2 FLOPs). The head is never recomputed, and an embedding is looked up, not multiplied.
+
+        Args:
+            trained: share of the weights whose gradients are computed; adapters leave out almost a whole pass.
         """
         head = self.vocab_size * self.hidden_size
         body = self.active_parameters - self.embedding_parameters
-        forward = 2 * body + 2 * self.layers * self.attention_width * seq_len
-        return (4 if checkpointing else 3) * forward + 3 * 2 * head
+        attention = 2 * self.layers * self.attention_width * seq_len
+        passes = 3 if checkpointing else 2
+        return passes * (2 * body + attention) + trained * 2 * body + attention + (2 + trained) * 2 * head
 
 
-def _attention(c: Mapping[str, Any], h: int, heads: int) -> int:
-    if "kv_lora_rank" in c and c["kv_lora_rank"]:  # multi-head latent attention, arXiv:2405.04434 §2.1
-        qk = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""The two fused tensors that hold all routed experts of a layer."""
+
+
+def _attention(c: Mapping[str, Any], h: int, heads: int) -> dict[str, tuple[int, ...]]:
+    if c.get("kv_lora_rank"):
+        nope, rope, v, kv_rank = (c[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
         rank = c.get("q_lora_rank")
-        query = h * rank + rank + rank * heads * qk if rank else h * heads * qk
-        kv = h * (c["kv_lora_rank"] + c["qk_rope_head_dim"]) + c["kv_lora_rank"]
-        up = c["kv_lora_rank"] * heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
-        return query + kv + up + heads * c["v_head_dim"] * h
-    kv_heads = c.get("num_key_value_heads") or heads
+        query = {
+            "q_a_proj.weight": (rank, h),
+            "q_a_layernorm.weight": (rank,),
+            "q_b_proj.weight": (heads * (nope + rope), rank),
+        }
+        query = query if rank else {"q_proj.weight": (heads * (nope + rope), h)}
+        return query | {
+            "kv_a_proj_with_mqa.weight": (kv_rank + rope, h),
+            "kv_a_layernorm.weight": (kv_rank,),
+            "kv_b_proj.weight": (heads * (nope + v), kv_rank),
+            "o_proj.weight": (h, heads * v),
+        }
     head_dim = c.get("head_dim") or h // heads
-    weights = h * heads * head_dim * 2 + 2 * h * kv_heads * head_dim
-    if c["model_type"] == "qwen2":  # biases on q, k, v
-        weights += heads * head_dim + 2 * kv_heads * head_dim
-    if c["model_type"] == "qwen3":  # norms on the heads of q and k
-        weights += 2 * head_dim
-    if c.get("attention_bias") and c["model_type"] in ("llama", "qwen3"):
-        weights += heads * head_dim + 2 * kv_heads * head_dim + h
+    q, kv = heads * head_dim, (c.get("num_key_value_heads") or heads) * head_dim
+    weights: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (q, h), "k_proj.weight": (kv, h), "v_proj.weight": (kv, h), "o_proj.weight": (h, q)
+    }  # fmt: skip
+    biased = c.get("attention_bias") and c["model_type"] in ("llama", "qwen3")
+    if biased or c["model_type"] == "qwen2":
+        weights |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,)}
+    if biased:
+        weights["o_proj.bias"] = (h,)
+    if c["model_type"] == "qwen3":
+        weights |= {"q_norm.weight": (head_dim,), "k_norm.weight": (head_dim,)}
     return weights
 
 
-def _feed_forward(c: Mapping[str, Any], h: int, layer: int, active: bool = False) -> int:
-    if c.get("n_routed_experts") and layer >= c.get("first_k_dense_replace", 0):
-        experts = c["num_experts_per_tok" if active else "n_routed_experts"] + (c.get("n_shared_experts") or 0)
-        router = h * c["n_routed_experts"]
-        return experts * 3 * h * c["moe_intermediate_size"] + router
-    bias = c.get("mlp_bias") and c["model_type"] == "llama"
-    return 3 * h * c["intermediate_size"] + (2 * c["intermediate_size"] + h if bias else 0)
+def _mlp(h: int, ff: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    weights: dict[str, tuple[int, ...]] = {
+        "gate_proj.weight": (ff, h), "up_proj.weight": (ff, h), "down_proj.weight": (h, ff)
+    }  # fmt: skip
+    return weights | ({"gate_proj.bias": (ff,), "up_proj.bias": (ff,), "down_proj.bias": (h,)} if bias else {})
+
+
+def _experts(c: Mapping[str, Any], h: int) -> dict[str, tuple[int, ...]]:
+    n, ff, shared = c["n_routed_experts"], c["moe_intermediate_size"], c.get("n_shared_experts") or 0
+    weights: dict[str, tuple[int, ...]] = {
+        "gate.weight": (n, h), "experts.gate_up_proj": (n, 2 * ff, h), "experts.down_proj": (n, h, ff)
+    }  # fmt: skip
+    return weights | {
+        f"shared_experts.{name}": shape for name, shape in (_mlp(h, ff * shared) if shared else {}).items()
+    }
+
+
+def _kinds(c: Mapping[str, Any], h: int, heads: int, layers: int) -> tuple[LayerKind, ...]:
+    both = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    both |= {f"self_attn.{name}": shape for name, shape in _attention(c, h, heads).items()}
+    dense = min(c.get("first_k_dense_replace") or 0, layers) if c.get("n_routed_experts") else layers
+    bias = bool(c.get("mlp_bias")) and c["model_type"] == "llama"
+    kinds = []
+    if dense:
+        mlp = _mlp(h, c["intermediate_size"], bias)
+        kinds.append(LayerKind(dense, both | {f"mlp.{name}": shape for name, shape in mlp.items()}))
+    if layers > dense:
+        kinds.append(LayerKind(layers - dense, both | {f"mlp.{name}": s for name, s in _experts(c, h).items()}))
+    return tuple(kinds)
 
 
 _MAY_BE_ZERO = {"n_routed_experts", "n_shared_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank"}
@@ -166,33 +258,50 @@ def shape_from_config(c: Mapping[str, Any], where: str = "config.json") -> Model
         h, heads, layers, vocab = (
             c[k] for k in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         )
-        attention = _attention(c, h, heads) + 2 * h  # with the layer's two norms
-        body, active = (sum(attention + _feed_forward(c, h, i, a) for i in range(layers)) + h for a in (False, True))
-        if c.get("kv_lora_rank"):
-            width = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"] + c["v_head_dim"]) // 2
-        else:
-            width = heads * (c.get("head_dim") or h // heads)
+        kinds = _kinds(c, h, heads, layers)
+        latent = bool(c.get("kv_lora_rank"))
+        head_dim = c.get("head_dim") or h // heads
+        qk = c["qk_nope_head_dim"] + c["qk_rope_head_dim"] if latent else head_dim
+        routed, top_k = c.get("n_routed_experts") or 0, c["num_experts_per_tok"] if c.get("n_routed_experts") else 0
     except KeyError as error:
         raise ConfigError(f"{where}: {error.args[0]} is missing, which a {kind} model needs") from None
-    tied = c.get("tie_word_embeddings", False)
-    embedding = vocab * h * (1 if tied else 2)
-    dtype = c.get("dtype") or c.get("torch_dtype")
     return ModelShape(
         model_type=kind,
-        parameters=body + embedding,
-        active_parameters=active + embedding,
-        embedding_parameters=embedding,
         hidden_size=h,
-        layers=layers,
         vocab_size=vocab,
-        attention_width=width,
+        tied=bool(c.get("tie_word_embeddings", False)),
+        heads=heads,
+        kv_heads=heads if latent else c.get("num_key_value_heads") or heads,
+        qk_head_dim=qk,
+        v_head_dim=c["v_head_dim"] if latent else head_dim,
+        latent=latent,
+        rope_head_dim=c["qk_rope_head_dim"] if latent else head_dim,
+        experts=routed,
+        experts_per_token=top_k,
+        kinds=kinds,
         max_positions=c.get("max_position_embeddings") or 0,
-        dtype=dtype,
+        dtype=c.get("dtype") or c.get("torch_dtype"),
     )
 
 
+def _hub_cache(model_id: str) -> Path | None:
+    """Folder of a hub model's newest revision in the local cache, when its config.json is there."""
+    home = Path(
+        os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    )
+    repository = (
+        Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{model_id.replace('/', '--')}"
+    )
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    folder = repository / "snapshots" / revision
+    return folder if (folder / "config.json").is_file() else None
+
+
 def find_shape(model_path: str) -> ModelShape | None:
-    """Shape of a preset, a local folder or a published DeepSeek model; None for any other hub id.
+    """Shape of a preset, a local folder, a hub model in the local cache or a published DeepSeek model; else None.
 
     Raises:
         ConfigError: an unknown preset, or a folder without a usable config.json.
@@ -207,7 +316,10 @@ def find_shape(model_path: str) -> ModelShape | None:
         looks_local = model_path.startswith((".", "/", "~")) or model_path.count("/") != 1
         if looks_local:
             raise ConfigError(f"model.path: there is no folder {model_path!r}, and a hub id has the form owner/name")
-        return shape_from_config(PUBLISHED[model_path], model_path) if model_path in PUBLISHED else None
+        cached = _hub_cache(model_path)
+        if cached is None:
+            return shape_from_config(PUBLISHED[model_path], model_path) if model_path in PUBLISHED else None
+        folder = cached
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError(f"model.path: {folder} holds no config.json; it is not a model folder")
