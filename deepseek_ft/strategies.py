@@ -20,26 +20,46 @@ class Strategy:
     """Optimizer states and update on the host (DeepSpeedCPUAdam, a C++ op)."""
     offload_params: bool = False
     """Weights rest on the host and are copied in per layer."""
-    state_bytes: int = 12
-    """Optimizer states and master weights, bytes per parameter: AdamW keeps fp32 master, m and v."""
+    pipeline: bool = False
+    """Each card holds a run of consecutive layers, and micro-batches pass through."""
+    master_bytes: int = 4
+    """Bytes per parameter of the master weights, and of the gradients at the update."""
+    moment_bytes: int = 8
+    """AdamW's two moments together."""
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
     many_ranks: bool = True
     """False: one process only."""
+    runs: bool = True
+    """False: planned and compared, but no part of this version trains with it yet."""
+    chosen: bool = True
+    """False: only by name. `auto` has no reason to take it."""
+
+    @property
+    def rounds_updates(self) -> bool:
+        """bf16 master weights lose updates below 1/256 of a weight, without stochastic rounding or compensation."""
+        return self.master_bytes < 4
 
 
+_BF16_STATES = {"master_bytes": 2, "moment_bytes": 4, "precisions": ("bf16",)}
 _ROWS = [
     Strategy("single", "one process, plain PyTorch", deepspeed=False, many_ranks=False),
     Strategy("ddp", "the whole model on every card (DistributedDataParallel)", deepspeed=False),
     Strategy("zero1", "optimizer states sharded", stage=1),
     Strategy("zero2", "optimizer states and gradients sharded", stage=2),
     Strategy("zero2_offload", "gradients sharded, optimizer on the host", stage=2, offload_optimizer=True),
+    Strategy("zero2_offload_bf16", "as zero2_offload with bf16 master weights and states: half the host memory",
+             stage=2, offload_optimizer=True, **_BF16_STATES),
     Strategy("zero3", "weights, gradients and optimizer states sharded", stage=3),
-    Strategy("zero3_bf16", "as zero3 with bf16 master weights and states: 8 B per parameter in all",
-             stage=3, state_bytes=4, precisions=("bf16",)),
-    Strategy("zero3_warmup", "as zero3, with DeepSpeed's own AdamW and WarmupLR", stage=3),
+    Strategy("zero3_bf16", "as zero3 with bf16 master weights and states: 10 B per parameter in all",
+             stage=3, **_BF16_STATES),
+    Strategy("zero3_warmup", "as zero3, with DeepSpeed's own AdamW and WarmupLR", stage=3, chosen=False),
     Strategy("zero3_offload", "as zero3, optimizer on the host", stage=3, offload_optimizer=True),
+    Strategy("zero3_offload_bf16", "as zero3_offload with bf16 master weights and states: half the host memory",
+             stage=3, offload_optimizer=True, **_BF16_STATES),
     Strategy("zero3_offload_all", "as zero3, optimizer and weights on the host", stage=3, offload_optimizer=True,
              offload_params=True),
+    Strategy("pipeline", "layers in stages, one per card, micro-batches in a row (1F1B), bf16 states on the card",
+             deepspeed=False, pipeline=True, runs=False, **_BF16_STATES),
 ]  # fmt: skip
 
 STRATEGIES: dict[str, Strategy] = {row.name: row for row in _ROWS}

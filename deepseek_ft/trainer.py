@@ -49,7 +49,7 @@ def build_training_args(config: Config, plan: Plan, run_dir: Path, total_steps: 
         adam_beta2=optim.betas[1],
         adam_epsilon=optim.eps,
         max_grad_norm=optim.max_grad_norm,
-        optim="adamw_torch_fused" if plan.device == "cuda" else "adamw_torch",
+        optim="adamw_torch_fused",
         lr_scheduler_type="constant",  # create_scheduler has the curve
         warmup_steps=warmup_steps(config, total_steps),
         bf16=train.precision == "bf16",

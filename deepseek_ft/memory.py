@@ -1,0 +1,616 @@
+"""What a training step holds: per GPU moment by moment, on the host, on disk. Arithmetic only; every component named.
+
+Activations are not a formula but a tape: the operations of one layer as transformers 5.24 runs them, each with the
+bytes that it saves for the backward pass and the bytes that its backward pass works in. Walking the tape backwards
+gives the fullest moment, which depends on the model: the loss of a large vocabulary, the feed-forward of a wide one,
+or the optimizer step. What DeepSpeed 0.19 allocates is read off its code and named after its variables where a
+comment says so. `benchmarks/memory.py` holds all of it against torch's count of real training steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from .shapes import EXPERTS, LayerKind, ModelShape
+from .strategies import Strategy
+
+FP32, FP64 = 4, 8
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+# A CUDA context with the libraries' kernels and NCCL's channels: a 4090 shows about 0.9 GiB before a model loads.
+CONTEXT_BYTES = int(0.9 * 1024**3)
+# What PyTorch's caching allocator holds beyond the live tensors: blocks cut to 2 MiB, and gaps. Assumed, not measured.
+SLACK = 0.04
+# A rank's Python, torch and CUDA libraries, resident on the host; without CUDA it is measured (docs/benchmarks.md).
+PROCESS_BYTES = {"cuda": int(2.0 * 1024**3), "cpu": int(0.6 * 1024**3)}
+SUB_GROUP = 1_000_000_000
+"""DeepSpeed's default sub_group_size: how many elements ZeRO-3 updates at a time."""
+
+
+# ------------------------------------------------------------------------------------------------- the question
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA (arXiv:2106.09685): which linear layers get a pair of narrow ones, how narrow, on which base."""
+
+    rank: int
+    targets: tuple[str, ...]
+    """Ends of the adapted modules' names, such as `q_proj`."""
+    quantized: bool = False
+    """The base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, whole on every card."""
+
+    def adapts(self, weight: str) -> bool:
+        return weight.endswith(".weight") and weight.removesuffix(".weight").rsplit(".", 1)[-1] in self.targets
+
+
+NF4_BYTES = (4 + 0.127) / 8  # a weight's 4 bits, and its share of block scales after double quantisation (QLoRA §3)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that decides what a step holds."""
+
+    shape: ModelShape
+    strategy: Strategy
+    world_size: int
+    micro_batch_size: int
+    seq_len: int
+    grad_accum_steps: int = 1
+    precision: str = "bf16"
+    checkpointing: bool = True
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time; None: all of the micro-batch's."""
+    adapter: Adapter | None = None
+    device: str = "cuda"
+    deepspeed: Mapping | None = None
+    """The completed DeepSpeed config, for bucket sizes; None takes the shipped file's."""
+    fused_optimizer: bool = True
+    """Torch's fused AdamW has no temporaries; the other kind has two of the size of what it updates."""
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight and an activation in the forward pass."""
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def autocast(self) -> bool:
+        """Plain PyTorch keeps fp32 weights and casts them on the way; DeepSpeed casts the model."""
+        return not self.strategy.deepspeed and self.element < FP32 and self.adapter is None
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention keeps no (heads, T, T) matrix. On the CPU, torch's kernel wants equal head widths."""
+        return self.device == "cuda" or self.shape.qk_head_dim == self.shape.v_head_dim
+
+    def zero(self, key: str, default: int) -> int:
+        """A number of the zero_optimization section; "auto" is what Trainer fills in from the hidden size h."""
+        h = self.shape.hidden_size
+        auto = {
+            "reduce_bucket_size": h * h,
+            "stage3_prefetch_bucket_size": int(0.9 * h * h),
+            "stage3_param_persistence_threshold": 10 * h,
+        }
+        value = ((self.deepspeed or {}).get("zero_optimization") or {}).get(key, default)
+        return auto[key] if value == "auto" else int(value)
+
+
+# --------------------------------------------------------------------------------------------- a layer's tape
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of a layer: bytes it saves for the backward pass, bytes its backward pass works in beside them."""
+
+    name: str
+    saves: float
+    work: float
+    weights: tuple[str, ...] = ()
+    """Parameters whose gradients appear here."""
+
+
+def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
+    """The operations of a layer in order, bytes per token.
+
+    `work` counts what is alive only in that operation's backward pass: the gradient that comes in, those that go out,
+    temporaries, and the residual branch's gradient that waits.
+    """
+    shape, w = load.shape, kind.weights
+    e, f = load.element, FP32
+    stream = f if load.autocast else e  # of the residual stream
+    h, heads = shape.hidden_size, shape.heads
+    q, k, v = heads * shape.qk_head_dim, shape.kv_heads * shape.qk_head_dim, shape.kv_heads * shape.v_head_dim
+    out = heads * shape.v_head_dim
+    residual = stream * h
+    ops: list[Op] = []
+
+    def full(*names: str) -> tuple[str, ...]:
+        return tuple(n for n in names if n in w)
+
+    def kept(width: float, *names: str) -> float:
+        """A linear layer's input, saved if its own weight or its adapter is trained; autocast casts it for each."""
+        present = full(*names)
+        if load.adapter is None:
+            return e * width * (len(present) if load.autocast else 1)
+        adapted = [n for n in present if load.adapter.adapts(n)]
+        return (e * width if adapted else 0) + e * load.adapter.rank * len(adapted)
+
+    def norm(name: str, width: float, carried: float, weight: str, entering: int) -> Op:
+        """RMSNorm computes in fp32: it saves the fp32 copy, 1/rms and, when its weight is trained, the normalised copy."""
+        normalised = 0 if load.adapter is not None else entering * width
+        work = carried + 4 * f * width + (entering * width if entering < f else 0)
+        return Op(name, f * width + f + normalised, work, full(weight))
+
+    # -- attention
+    ops.append(norm("input norm", h, residual, "input_layernorm.weight", stream))
+    if shape.latent:
+        rope = shape.rope_head_dim
+        latent = w["self_attn.kv_a_layernorm.weight"][0]
+        up = w["self_attn.kv_b_proj.weight"][0]
+        down = ("self_attn.q_proj.weight", "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
+        ops.append(Op("q and kv down", kept(h, *down), residual + e * (q + latent + rope) + 2 * e * h, full(*down)))
+        if "self_attn.q_a_layernorm.weight" in w:
+            rank = w["self_attn.q_a_layernorm.weight"][0]
+            ops.append(norm("q norm", rank, residual + e * (latent + rope), "self_attn.q_a_layernorm.weight", e))
+            name = "self_attn.q_b_proj.weight"
+            ops.append(Op("q up", kept(rank, name), residual + e * (q + rank + latent + rope), full(name)))
+        ops.append(norm("kv norm", latent, residual + e * (q + rope), "self_attn.kv_a_layernorm.weight", e))
+        name = "self_attn.kv_b_proj.weight"
+        ops.append(Op("kv up", kept(latent, name), residual + e * (3 * q + up + latent), full(name)))
+        if load.flash:
+            ops.append(Op("attention", e * (2 * q + up + out) + f * heads, residual + e * (2 * out + 2 * q + up)))
+    else:
+        names = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+        biases = tuple(n.replace("weight", "bias") for n in names)
+        ops.append(Op("qkv", kept(h, *names), residual + e * (q + k + v) + 2 * e * h, full(*names, *biases)))
+        if "self_attn.q_norm.weight" in w:
+            both = norm("", q + k, 0, "", e).saves - f + f * (heads + shape.kv_heads)
+            ops.append(Op("qk norm", both, residual + e * (q + k + v) + 4 * f * q,
+                          full("self_attn.q_norm.weight", "self_attn.k_norm.weight")))  # fmt: skip
+        ops.append(Op("rope", 0, residual + e * (3 * q + k + v)))
+        if load.flash:
+            ops.append(Op("attention", e * (q + k + v + out) + f * heads, residual + e * (2 * out + q + k + v)))
+    if not load.flash:
+        scores = f * heads * load.seq_len
+        values = f * heads * shape.v_head_dim if e < f else e * w.get("self_attn.kv_b_proj.weight", (v,))[0]
+        # torch's plain attention scales q and k into fp32 copies and keeps the softmax; its backward makes two more.
+        ops.append(Op("attention", scores + 2 * f * q + values + e * out, residual + 2 * scores + 2 * f * q + f * out))
+    name = "self_attn.o_proj.weight"
+    o_input = kept(out, name) if load.adapter is not None else 0  # attention has saved its output already
+    ops.append(Op("output", max(0, o_input - e * out), residual + e * out + e * h,
+                  full(name, "self_attn.o_proj.bias")))  # fmt: skip
+
+    # -- feed-forward
+    ops.append(norm("post norm", h, residual, "post_attention_layernorm.weight", stream))
+
+    def mlp(width: float, prefix: str, shares_input: bool = False) -> Iterator[Op]:
+        gate, up, down = (f"{prefix}{n}_proj.weight" for n in ("gate", "up", "down"))
+        # In backward order: down, product, up, activation, gate.
+        into = kept(h, gate, up) if not shares_input else kept(h, gate, up) - (0 if load.adapter else e * h)
+        yield Op("gate", into, residual + e * width + 3 * e * h, full(gate, f"{prefix}gate_proj.bias"))
+        yield Op("activation", e * width, residual + 2 * e * width + e * h)
+        yield Op("up", 0, residual + 2 * e * width + e * h, full(up, f"{prefix}up_proj.bias"))
+        yield Op("product", 2 * e * width, residual + 3 * e * width)
+        yield Op("down", kept(width, down), residual + e * width + e * h, full(down, f"{prefix}down_proj.bias"))
+
+    if EXPERTS[0] not in w:
+        ops += mlp(w["mlp.gate_proj.weight"][0], "mlp.")
+        return ops
+    experts, twice, _ = w[EXPERTS[0]]
+    width, chosen = twice // 2, shape.experts_per_token
+    waiting = residual + e * h
+    trained = 0 if load.adapter is not None else 1
+    ops += [
+        # The router reads an fp32 copy; its scores, choices and the sorting of tokens by expert are small.
+        Op("router", e * h * trained + (f * h * trained if e < f else 0) + 2 * f * experts + 6 * 8 * chosen,
+           residual + 2 * f * experts + f * h, full("mlp.gate.weight")),
+        Op("dispatch", 0, waiting + 2 * e * h * chosen),
+        Op("experts up", e * h * chosen * trained, waiting + 2 * e * width * chosen + e * h * chosen, full(EXPERTS[0])),
+        Op("experts activation", 2 * e * width * chosen, waiting + 5 * e * width * chosen),
+        Op("experts product", e * width * chosen, waiting + 3 * e * width * chosen),
+        Op("experts down", e * width * chosen * trained, waiting + e * (h + width) * chosen, full(EXPERTS[1])),
+        Op("combine", e * h * chosen, waiting + (2 * f + e) * h * chosen),
+    ]  # fmt: skip
+    shared = w.get("mlp.shared_experts.down_proj.weight")
+    if shared:
+        ops += mlp(shared[1], "mlp.shared_experts.", shares_input=True)
+    return ops
+
+
+# ------------------------------------------------------------------------------------------------- the answer
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by component. `gpu` is one card (or one rank on the CPU) at its fullest moment; host and disk are totals."""
+
+    gpu: Mapping[str, int]
+    moment: str
+    """What the fullest moment is."""
+    moments: Mapping[str, int]
+    """Tensors alive at each moment that could be the fullest, without context and slack."""
+    host: Mapping[str, int]
+    host_moment: str
+    disk: Mapping[str, int]
+
+    @property
+    def gpu_bytes(self) -> int:
+        return sum(self.gpu.values())
+
+    @property
+    def tensor_bytes(self) -> int:
+        """What a count of live tensors shows: the GPU figure without context and allocator slack."""
+        return max(self.moments.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
+
+
+def adapter_parameters(shape: ModelShape, adapter: Adapter) -> int:
+    """Trained weights of an adapter: rank x (in + out) for every adapted layer."""
+    return sum(
+        kind.count * adapter.rank * sum(weight)
+        for kind in shape.kinds
+        for name, weight in kind.weights.items()
+        if len(weight) == 2 and adapter.adapts(name)
+    )
+
+
+def _trained(load: Workload) -> int:
+    return load.shape.parameters if load.adapter is None else adapter_parameters(load.shape, load.adapter)
+
+
+def _base_bytes(load: Workload) -> float:
+    """The weights of the forward pass, whole."""
+    shape = load.shape
+    if load.adapter is None:
+        return shape.parameters * (FP32 if load.autocast else load.element)
+    frozen = shape.parameters * load.element
+    if load.adapter.quantized:  # 4-bit quantisation replaces linear layers, not embeddings, norms or fused experts
+        linear = sum(
+            k.count * math.prod(s)
+            for k in shape.kinds
+            for n, s in k.weights.items()
+            if len(s) == 2 and n != "mlp.gate.weight"
+        )
+        frozen -= linear * (load.element - NF4_BYTES)
+    return frozen + adapter_parameters(shape, load.adapter) * (load.element if load.strategy.deepspeed else FP32)
+
+
+def _largest(shape: ModelShape) -> int:
+    """Elements of the largest single parameter."""
+    return max(shape.vocab_size * shape.hidden_size, *(math.prod(s) for k in shape.kinds for s in k.weights.values()))
+
+
+def _resident(load: Workload) -> dict[str, float]:
+    """What stays on the card from the first step to the last."""
+    s, n, w, e = load.strategy, _trained(load), load.world_size, load.element
+    weights = _base_bytes(load)
+    sharded_weights = s.stage == 3 and not (load.adapter and load.adapter.quantized)
+    if sharded_weights:
+        weights = 0 if s.offload_params else weights / w
+    parts = {"weights": weights}
+    if s.offload_optimizer:
+        if s.stage == 2:  # temp_grad_buffer_for_gpu_offload
+            parts["communication buffers"] = e * (_largest(load.shape) if load.adapter is None else 0)
+        return parts
+    shard = w if s.stage >= 1 else 1
+    if s.deepspeed:  # ZeRO clones the master weights even when they have the weights' own type
+        parts["master weights"] = n * s.master_bytes / shard
+    parts["optimizer states"] = n * s.moment_bytes / shard
+    if s.stage == 3:  # grad_partitions_flat_buffer
+        parts["gradients"] = n * e / w
+    if load.strategy.name == "ddp" or (not s.deepspeed and s.many_ranks and not s.pipeline and w > 1):
+        parts["communication buffers"] = n * FP32  # DistributedDataParallel's buckets
+    return parts
+
+
+def _buffers(load: Workload, gradients_made: float) -> dict[str, float]:
+    """Communication buffers once `gradients_made` elements of gradient have been made in this backward pass.
+
+    ZeRO-1 and 2 allocate their buckets at the first gradient, and at the first full bucket the copy that flattens it
+    for the all-reduce; after that the shard that collects the results. ZeRO-3's one bucket is always there.
+    """
+    s, n, w, e = load.strategy, _trained(load), load.world_size, load.element
+    if s.stage == 3:
+        return {"communication buffers": e * load.zero("reduce_bucket_size", load.shape.hidden_size**2)}
+    if s.stage == 0:
+        return {}
+    bucket = load.zero("reduce_bucket_size", 100_000_000)
+    overlap = bool(((load.deepspeed or {}).get("zero_optimization") or {}).get("overlap_comm", True))
+    parts = {"communication buffers": 0.0, "gradients": 0.0}
+    if load.grad_accum_steps > 1 and not s.offload_optimizer:  # ZeRO-1 reduces, and so shards, only the last micro-step
+        parts["gradients"] = e * n / (w if s.stage == 2 else 1)
+    if gradients_made > 0:
+        parts["communication buffers"] += e * bucket * (2 if overlap else 1)
+    shard = 0 if s.offload_optimizer else n / w
+    if gradients_made >= 2 * bucket:
+        flat = bucket
+    elif gradients_made >= bucket:  # the first copy is gone when the shard comes; the second is still short
+        flat, shard = max((bucket, 0), (gradients_made - bucket, shard), key=sum)
+    else:
+        flat, shard = (n if gradients_made >= n else 0), 0
+    parts["communication buffers"] += e * flat
+    parts["gradients"] += e * shard
+    return parts
+
+
+def _layers(load: Workload) -> list[tuple[int, LayerKind, list[Op]]]:
+    """(index, kind, tape) of the first and the last layer of each kind: moments between them are never the fullest."""
+    found, start = [], 0
+    for kind in load.shape.kinds:
+        tape = layer_tape(load, kind)
+        found += [(i, kind, tape) for i in sorted({start, start + kind.count - 1})]
+        start += kind.count
+    return found
+
+
+def _gathered(load: Workload) -> tuple[float, dict[int, float]]:
+    """ZeRO-3: elements of whole weights on the card at the loss, and in the backward pass of each layer.
+
+    DeepSpeed keeps a module's weights when they are used again before `stage3_max_reuse_distance` other elements have
+    been; so a model of under about half a billion parameters stays gathered from its forward pass on.
+    """
+    shape = load.shape
+    reuse = load.zero("stage3_max_reuse_distance", 1_000_000_000)
+    prefetch = load.zero("stage3_prefetch_bucket_size", int(0.9 * shape.hidden_size**2))
+    sizes = [kind.parameters for kind in shape.kinds for _ in range(kind.count)]
+    table = shape.vocab_size * shape.hidden_size
+    between, kept = 2 * table, 0
+    stays = {}
+    for i in reversed(range(len(sizes))):
+        stays[i] = sizes[i] if between < reuse else 0
+        between += 2 * sizes[i]
+        kept += stays[i]
+    embedding = table if between < reuse and not shape.tied else 0
+    at_loss = table + embedding + kept
+    at_layer, below = {}, 0.0
+    for i, size in enumerate(sizes):
+        ahead = 0 if below or i == 0 else prefetch + max(math.prod(s) for k in shape.kinds for s in k.weights.values())
+        experts = sum(
+            math.prod(s) for k in shape.kinds for n, s in k.weights.items() if n in EXPERTS and k.parameters == size
+        )
+        copies = 0 if stays[i] else experts  # several parameters of one module are gathered flat, then copied apart
+        at_layer[i] = size + below + embedding + (table if shape.tied else 0) + min(ahead, sum(sizes)) + copies
+        below += stays[i]
+    return at_loss, at_layer
+
+
+def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
+    """The moments of a step that can be the fullest, with everything alive on one card."""
+    shape, s, e, w, t = load.shape, load.strategy, load.element, load.world_size, load.tokens
+    h, vocab = shape.hidden_size, shape.vocab_size
+    stream = FP32 if load.autocast else e
+    n = _trained(load)
+    resident = _resident(load)
+
+    def moment(made: float, **more: float) -> dict[str, float]:
+        """Everything alive once `made` elements of gradient have been made."""
+        total = dict(resident)
+        for parts in (_buffers(load, made), {k.replace("_", " "): v for k, v in more.items()}):
+            for name, value in parts.items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    # -- activations that wait for the backward pass
+    tapes = {id(kind): layer_tape(load, kind) for kind in shape.kinds}
+    saved = [t * sum(op.saves for op in tapes[id(kind)]) for kind in shape.kinds for _ in range(kind.count)]
+    entering = stream * h * t  # of a layer: what checkpointing keeps instead
+    kept = [entering if load.checkpointing else each for each in saved]
+    norm_saves = FP32 * h + FP32 + (stream * h if load.adapter is None else 0)
+    final = t * (norm_saves + (e * h if load.adapter is None else 0))
+    rotary = t * (2 * e * shape.rope_head_dim if not shape.latent else FP32 * shape.rope_head_dim) + 3 * 8 * t
+    activations = sum(kept) + final + rotary
+
+    # -- gradients that stay where they are made, and those in flight
+    gradient = FP32 if load.autocast else e
+    stay = s.stage == 0  # plain PyTorch keeps whole gradients
+    before = gradient * n if stay and load.grad_accum_steps > 1 else 0.0
+    # Autocast's copies of the weights: cached until the forward pass ends, saved where a layer is not recomputed.
+    cast = e if load.autocast else 0
+    sizes = [kind.parameters for kind in shape.kinds for _ in range(kind.count)]
+    at_loss, at_layer = _gathered(load) if s.stage == 3 else (0, {})
+    bucket = load.zero("reduce_bucket_size", h * h if s.stage == 3 else 100_000_000)
+
+    def in_flight(numel: float) -> float:
+        """A gradient before it is sharded: itself; one larger than the bucket cannot be flattened in place."""
+        if s.stage == 3:
+            return e * numel * (2 if numel > bucket and numel % w else 1)
+        return e * numel
+
+    # -- the loss
+    head = vocab * h
+    if load.loss_chunk is None:
+        forward = t * vocab * (e + (FP32 if e < FP32 else 0) + FP32)  # logits, their fp32 copy, log-softmax
+        logits = t * vocab * 3 * FP32  # log-softmax and two gradients
+        head_work = e * t * vocab
+    else:
+        rows = min(load.loss_chunk, t)
+        logits = rows * vocab * (e + (FP32 if e < FP32 else 0) + 2 * FP32)
+        logits += e * t * h + (gradient * head if load.adapter is None else 0)  # both gradients are made in the forward
+        forward, head_work = logits, 0.0
+    saved_casts = cast * (head + (0 if load.checkpointing else sum(sizes)))
+    for at, wide, casts in (
+        ("loss, forward", forward, cast * (head + sum(sizes))),
+        ("loss, backward", logits, saved_casts),
+    ):
+        yield at, moment(
+            0, activations=activations, logits_and_loss=wide, gradients=before, working_memory=casts,
+            gathered_weights=e * at_loss,
+        )  # fmt: skip
+    grads = before
+    if load.adapter is None:
+        flying = in_flight(head)
+        norm64 = FP64 * (head / w if s.stage == 3 else min(head, n / w)) if s.offload_optimizer else 0
+        if stay:
+            grads, flying = max(grads, gradient * head), flying if load.grad_accum_steps > 1 or load.autocast else 0
+        yield "gradient of the head", moment(
+            0, activations=activations, logits_and_loss=head_work, gradients=grads, working_memory=saved_casts + flying + e * h * t,
+            gathered_weights=e * at_loss,
+        )  # fmt: skip
+        yield "gradient of the head, reduced", moment(
+            head, activations=activations, gradients=grads, working_memory=saved_casts + flying + norm64 + e * h * t,
+            gathered_weights=e * at_loss,
+        )  # fmt: skip
+
+    # -- the layers, last to first
+    trained_sizes = sizes
+    if load.adapter is not None:
+        trained_sizes = [
+            adapter_parameters(_only(shape, kind), load.adapter) for kind in shape.kinds for _ in range(kind.count)
+        ]
+    for i, kind, tape in _layers(load):
+        above = (head if load.adapter is None else 0) + sum(trained_sizes[i + 1 :])
+        casts = cast * (sizes[i] if load.checkpointing else sum(sizes[: i + 1]))
+        grads_before = max(before, gradient * above if stay else 0.0)
+        left = saved[i]
+        shared = (
+            entering if load.checkpointing and stream == FP32 else 0
+        )  # an fp32 norm saves the checkpointed input itself
+        lower = sum(kept[: i + 1]) if load.checkpointing else sum(kept[:i])
+        made = 0.0
+        for op in reversed(tape):
+            numel = sum(math.prod(kind.weights[name]) for name in op.weights)
+            if load.adapter is not None:
+                numel = sum(load.adapter.rank * sum(kind.weights[x]) for x in op.weights if load.adapter.adapts(x))
+            made += numel
+            flying = 0.0 if stay and load.grad_accum_steps == 1 and not load.autocast else in_flight(numel)
+            yield f"backward of layer {i}, {op.name}", moment(
+                above + made, activations=lower + left - shared + rotary, working_memory=op.work * t + flying + casts,
+                gradients=max(grads_before, gradient * (above + made)) if stay else 0.0, gathered_weights=e * at_layer.get(i, 0),
+            )  # fmt: skip
+            left -= op.saves * t
+    if load.adapter is None:
+        flying = 0.0 if stay and load.grad_accum_steps == 1 and not load.autocast else in_flight(head)
+        norm64 = FP64 * (head / w if s.stage == 3 else min(head, n / w)) if s.offload_optimizer else 0
+        yield "gradient of the embedding", moment(
+            n, activations=rotary, gradients=gradient * n if stay else 0.0, working_memory=e * h * t + flying + norm64 + (e * head if shape.tied else 0),
+            gathered_weights=e * head if s.stage == 3 and not shape.tied else 0,
+        )  # fmt: skip
+
+    # -- the update
+    if s.offload_optimizer:
+        return  # on the host, when the card is empty of everything else
+    shard = n / (w if s.stage >= 1 else 1)
+    if s.stage == 3:
+        shard = min(shard, load.zero("sub_group_size", SUB_GROUP) + _largest(shape) / w)
+    # The shard's gradients are flattened into a copy, and that is cast to the master weights' type.
+    update = shard * (e + (s.master_bytes if s.master_bytes != e else 0)) if s.deepspeed else 0.0
+    left = e * n / w if s.stage in (1, 2) else gradient * n if not s.deepspeed else 0.0
+    largest = _largest(shape) if s.stage == 0 else shard
+    temporaries = 0.0 if load.fused_optimizer else 2 * min(s.master_bytes, FP32) * largest
+    total = dict(resident)
+    total["gradients"] = total.get("gradients", 0) + left + update
+    yield "optimizer step", total | {"working memory": temporaries}
+
+
+def _only(shape: ModelShape, kind: LayerKind) -> ModelShape:
+    """One layer of a kind, to count by."""
+    from dataclasses import replace
+
+    return replace(shape, kinds=(replace(kind, count=1),))
+
+
+def _power_of_two(size: float) -> float:
+    """PyTorch's allocator of pinned memory rounds every block up to a power of two (c10 CachingHostAllocator)."""
+    return 2.0 ** math.ceil(math.log2(size)) if size >= 1 else 0.0
+
+
+def _offloaded(load: Workload) -> dict[str, float]:
+    """What one rank keeps on the host, and what pinning rounds it up by."""
+    s, n, w, e = load.strategy, _trained(load), load.world_size, load.element
+    if not s.offload_optimizer and not s.offload_params:
+        return {}
+    zero = (load.deepspeed or {}).get("zero_optimization") or {}
+
+    def pinned(section: str) -> bool:
+        return load.device == "cuda" and bool((zero.get(section) or {}).get("pin_memory", True))
+
+    shard = n / w
+    states: dict[str, float] = {"optimizer states": s.moment_bytes * shard, "master weights": s.master_bytes * shard}
+    blocks: list[float] = []  # pinned ones
+    if s.stage == 2:
+        states["gradients"] = s.master_bytes * shard  # single_partition_of_fp32_groups[i].grad
+        states["copy buffers"] = e * shard + e * _largest(load.shape)  # param_buffer_of_bit16..., temp_grad_buffer_...
+        blocks = [s.master_bytes * shard, s.master_bytes * shard, e * shard, e * _largest(load.shape)]
+        if load.grad_accum_steps > 1:  # accumulated_grads_in_cpu, one block per parameter of the shard
+            states["gradients"] += e * shard
+            matrices = [math.prod(x) for k in load.shape.kinds for x in k.weights.values() for _ in range(k.count)]
+            table = load.shape.vocab_size * load.shape.hidden_size
+            waste = (
+                sum(_power_of_two(e * m) - e * m for m in [*matrices, table, *([] if load.shape.tied else [table])]) / w
+            )
+            states["pinned-memory rounding"] = waste if pinned("offload_optimizer") else 0.0
+    else:
+        states["gradients"] = (e + s.master_bytes) * shard  # grad_partitions_flat_buffer, and those of the update
+        group = min(shard, load.zero("sub_group_size", SUB_GROUP))
+        blocks = [e * shard] + [s.master_bytes * group] * int(shard // max(1, group))
+    rounding = sum(_power_of_two(b) - b for b in blocks) if pinned("offload_optimizer") else 0.0
+    if s.offload_params:
+        states["weights"] = e * load.shape.parameters / w
+        rounding += _power_of_two(states["weights"]) - states["weights"] if pinned("offload_param") else 0.0
+    states["pinned-memory rounding"] = states.get("pinned-memory rounding", 0.0) + rounding
+    return states
+
+
+def _host(load: Workload, gpu_tensors: int) -> tuple[str, dict[str, int]]:
+    """Host memory of all ranks together, at the fuller of two moments: loading the weights, and training."""
+    w = load.world_size
+    processes = {"processes": w * PROCESS_BYTES[load.device]}
+    # Every rank reads the whole model, but under ZeRO-3, where it keeps its shard and files are mapped, not read.
+    whole = load.shape.parameters * (FP32 if load.autocast else load.element)
+    loading = {"loading the weights": whole * (1 if load.strategy.stage == 3 or load.strategy.pipeline else w)}
+    training = {k: v * w for k, v in _offloaded(load).items() if v}
+    if load.device == "cpu":  # the ranks' own memory is the host's
+        training["tensors of the ranks"] = training.get("tensors of the ranks", 0) + w * gpu_tensors
+        loading = {k: v + (0 if load.strategy.stage < 3 else whole) for k, v in loading.items()}
+    name, parts = max(("loading", loading), ("training", training), key=lambda pair: sum(pair[1].values()))
+    return name, {k: int(v) for k, v in (processes | parts).items()}
+
+
+def checkpoint_bytes(load: Workload) -> int:
+    """One checkpoint to resume from: weights, master weights and moments; ZeRO-1 and 2 write the weights twice."""
+    s, n = load.strategy, _trained(load)
+    weights = n * (FP32 if not s.deepspeed and load.adapter is None else load.element)
+    copies = 2 if s.deepspeed and s.stage < 3 else 1
+    return int(weights * copies + n * (s.moment_bytes + (s.master_bytes if s.deepspeed else 0)))
+
+
+def export_bytes(load: Workload) -> int:
+    """The model folder at the end: the trained weights, in the type that they were trained in."""
+    return int(_trained(load) * (FP32 if not load.strategy.deepspeed and load.adapter is None else load.element))
+
+
+def estimate(load: Workload, checkpoints: int = 0) -> Memory:
+    """Memory of a training step, and disk of the run.
+
+    Args:
+        checkpoints: how many lie on the disk at once: the limit and one more, for the oldest goes when the newest is
+            written.
+    """
+    moments: dict[str, int] = {}
+    fullest: tuple[int, str, dict[str, float]] = (-1, "", {})
+    for name, parts in _moments(load):
+        total = int(sum(parts.values()))
+        moments[name] = max(total, moments.get(name, 0))
+        if total > fullest[0]:
+            fullest = (total, name, parts)
+    gpu = {name: int(value) for name, value in fullest[2].items() if value >= 1}
+    host_moment, host = _host(load, fullest[0])
+    if load.device == "cuda":
+        gpu["CUDA context and NCCL"] = CONTEXT_BYTES
+        gpu["allocator slack"] = int(SLACK * fullest[0])
+    disk = {"model folder": export_bytes(load)}
+    if checkpoints:
+        disk[f"{checkpoints} checkpoints"] = checkpoints * checkpoint_bytes(load)
+    return Memory(gpu, fullest[1], moments, host, host_moment, disk)
