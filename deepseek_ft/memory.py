@@ -24,6 +24,8 @@ CONTEXT_BYTES = int(0.9 * 1024**3)
 SLACK = 0.04
 # A rank's Python, torch and CUDA libraries, resident on the host; without CUDA it is measured (docs/benchmarks.md).
 PROCESS_BYTES = {"cuda": int(2.0 * 1024**3), "cpu": int(0.6 * 1024**3)}
+LOSS_ELEMENTS = 2**25
+"""Logits that the chunked loss holds at a time, in elements."""
 SUB_GROUP = 1_000_000_000
 """DeepSpeed's default sub_group_size: how many elements ZeRO-3 updates at a time."""
 
@@ -60,8 +62,8 @@ class Workload:
     grad_accum_steps: int = 1
     precision: str = "bf16"
     checkpointing: bool = True
-    loss_chunk: int | None = None
-    """Tokens whose logits exist at a time; None: all of the micro-batch's."""
+    chunked_loss: bool = False
+    """The loss of `losses.head_loss`, which holds `LOSS_ELEMENTS` logits at a time."""
     adapter: Adapter | None = None
     device: str = "cuda"
     deepspeed: Mapping | None = None
@@ -214,7 +216,7 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
         Op("experts activation", 2 * e * width * chosen, waiting + 5 * e * width * chosen),
         Op("experts product", e * width * chosen, waiting + 3 * e * width * chosen),
         Op("experts down", e * width * chosen * trained, waiting + e * (h + width) * chosen, full(EXPERTS[1])),
-        Op("combine", e * h * chosen, waiting + (2 * f + e) * h * chosen),
+        Op("combine", e * h * chosen, residual + 3 * f * h * chosen),  # back to the order of tokens: one copy too many
     ]  # fmt: skip
     shared = w.get("mlp.shared_experts.down_proj.weight")
     if shared:
@@ -430,15 +432,17 @@ def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
 
     # -- the loss
     head = vocab * h
-    if load.loss_chunk is None:
+    if not load.chunked_loss:
         forward = t * vocab * (e + (FP32 if e < FP32 else 0) + FP32)  # logits, their fp32 copy, log-softmax
         logits = t * vocab * 3 * FP32  # log-softmax and two gradients
         head_work = e * t * vocab
     else:
-        rows = min(load.loss_chunk, t)
-        logits = rows * vocab * (e + (FP32 if e < FP32 else 0) + 2 * FP32)
-        logits += e * t * h + (gradient * head if load.adapter is None else 0)  # both gradients are made in the forward
-        forward, head_work = logits, 0.0
+        # First the denominator: a piece of logits in fp32 and a temporary. Then a piece, its 16-bit copy, and the
+        # gradients of the head and of what enters it, which stay until the backward pass.
+        piece = t * min(vocab, max(256, LOSS_ELEMENTS // t))
+        of_head = gradient * head if load.adapter is None else 0
+        forward = max(2 * FP32 * piece, (FP32 + e) * (piece + t * h) + of_head)
+        logits, head_work = e * t * h + of_head, 0.0
     saved_casts = cast * (head + (0 if load.checkpointing else sum(sizes)))
     for at, wide, casts in (
         ("loss, forward", forward, cast * (head + sum(sizes))),
