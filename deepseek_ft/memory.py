@@ -9,6 +9,7 @@ comment says so. `benchmarks/memory.py` holds all of it against torch's count of
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -390,6 +391,9 @@ def _gathered(load: Workload) -> tuple[float, dict[int, float]]:
 
 def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
     """The moments of a step that can be the fullest, with everything alive on one card."""
+    if load.strategy.pipeline:
+        yield from _pipeline_moments(load)
+        return
     shape, s, e, w, t = load.shape, load.strategy, load.element, load.world_size, load.tokens
     h, vocab = shape.hidden_size, shape.vocab_size
     stream = FP32 if load.autocast else e
@@ -518,11 +522,43 @@ def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
     yield "optimizer step", total | {"working memory": temporaries}
 
 
+def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each stage of a pipeline at its fullest: 1F1B keeps as many micro-batches in flight as stages follow, and its own.
+
+    The bf16 weights are their own master (docs/planner.md): weights, gradients and moments of the stage's layers.
+    """
+    shape, s, e, t, p = load.shape, load.strategy, load.element, load.tokens, load.world_size
+    h, table = shape.hidden_size, shape.vocab_size * shape.hidden_size
+    kinds = [kind for kind in shape.kinds for _ in range(kind.count)]
+    start = 0
+    for stage, size in enumerate(shape.stages(p, load.seq_len)):
+        mine, start = kinds[start : start + size], start + size
+        last = stage == p - 1
+        parameters = sum(kind.parameters for kind in mine) + table * (
+            (stage == 0) + (last and (p > 1 or not shape.tied))
+        )
+        tapes = [layer_tape(load, kind) for kind in {id(k): k for k in mine}.values()]
+        flying = min(p - stage, load.grad_accum_steps * p)
+        working = max(sum(op.saves for op in tape) + max(op.work for op in tape) for tape in tapes) if load.checkpointing else max(
+            op.work for tape in tapes for op in tape
+        )  # fmt: skip
+        each = e * h * size if load.checkpointing else sum(sum(op.saves for op in layer_tape(load, k)) for k in mine)
+        loss = 0.0
+        if last:
+            loss = t * shape.vocab_size * 3 * FP32
+            if load.chunked_loss:
+                piece = t * min(shape.vocab_size, max(256, LOSS_ELEMENTS // t))
+                loss = max(2 * FP32 * piece, (FP32 + e) * (piece + t * h))
+        yield f"stage {stage} of {p} ({size} layers)", {
+            "weights": e * parameters, "gradients": e * parameters, "optimizer states": s.moment_bytes * parameters,
+            "activations": flying * t * each, "working memory": t * working, "logits and loss": loss,
+            "communication buffers": 4 * e * t * h,
+        }  # fmt: skip
+
+
 def _only(shape: ModelShape, kind: LayerKind) -> ModelShape:
     """One layer of a kind, to count by."""
-    from dataclasses import replace
-
-    return replace(shape, kinds=(replace(kind, count=1),))
+    return dataclasses.replace(shape, kinds=(dataclasses.replace(kind, count=1),))
 
 
 def _power_of_two(size: float) -> float:

@@ -1,0 +1,236 @@
+"""How long a step takes: a roofline with every constant named, sourced, and replaceable by a measured one.
+
+The answer is an estimate and says so: it has a range, from the spread of the constants that were not measured, and
+names what limits it. Fitted on published rows of RTX 4090 cards (tests/test_timing.py holds the six within 10 %), so
+those rows are no independent proof.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import ConfigError
+from .hardware import Hardware
+from .memory import Workload, _trained
+
+# ---------------------------------------------------------------------------------------------- the constants
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+    low: float
+    """Slower end of what is likely; `high` the faster one."""
+    high: float
+    source: str
+
+
+CONSTANTS: dict[str, Constant] = {
+    "compute_efficiency": Constant(
+        0.86, 0.72, 0.92, "share of the peak that the matrix products of a step reach: fitted on LLaMA-Factory's published "
+        "4090 rows (llmq, benchmarks/4090x1.md and 4090x4.md)"),
+    "collective_bytes_per_second": Constant(
+        5.2e9, 3.5e9, 12e9, "per card and direction, without peer-to-peer and not hidden: fitted on the same rows; NCCL has "
+        "been seen at up to 12 GB/s between two 4090s"),
+    "pcie_bytes_per_second": Constant(
+        25e9, 20e9, 26e9, "pinned copies of one card on PCIe 4.0 x16: seen on eight 4090s (nvbandwidth, issue 15)"),
+    "pageable_copy_bytes_per_second": Constant(8e9, 4e9, 12e9, "copies from memory that is not pinned: assumed"),
+    "dram_bytes_per_second": Constant(
+        60e9, 27e9, 250e9, "host memory, two channels of DDR5: assumed; a desktop's triad was seen at 27 GB/s, sixteen "
+        "channels of DDR4-3200 reach about 250"),
+    "cpu_adam_core_seconds_per_parameter": Constant(
+        2.16e-9, 4e-9, 0.6e-9, "DeepSpeedCPUAdam, one core: fitted; 1.17e-9 was measured on a server core"),
+    "fp16_scan_core_seconds_per_parameter": Constant(
+        5.67e-9, 8e-9, 2e-9, "search for inf and nan in offloaded fp16 gradients, one core: measured"),
+    "launch_seconds": Constant(5e-6, 10e-6, 3e-6, "host time of one kernel: assumed; it shows at small micro-batches"),
+    "disk_write_bytes_per_second": Constant(1e9, 0.2e9, 3e9, "one NVMe drive: assumed"),
+}  # fmt: skip
+KERNELS_PER_LAYER = 45  # a forward pass of a llama layer in eager mode, counted in a trace; latent attention has more
+# Adam reads and writes master weights and moments and reads gradients; caches read what they overwrite, too. Fitted.
+WRITE_ALLOCATE = 46 / 30
+
+
+def check_constants(given: Mapping[str, float]) -> dict[str, float]:
+    """Constants by name, as `--constant name=value` gives them.
+
+    Raises:
+        ConfigError: there is no such constant, or it is not above 0.
+    """
+    for name, value in given.items():
+        if name not in CONSTANTS:
+            raise ConfigError(f"--constant: there is no {name!r}; known: {', '.join(CONSTANTS)}")
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"--constant: {name} must be above 0, got {value:g}")
+    return dict(given)
+
+
+# ------------------------------------------------------------------------------------------------- the answer
+
+LIMITS = {
+    "GPU math": "the matrix products",
+    "GPU memory": "reading the weights from GPU memory",
+    "kernel launches": "launching kernels: a larger micro-batch would cost nothing",
+    "collectives": "gradients and weights between the cards, over PCIe",
+    "copies": "copies between card and host",
+    "CPU optimizer": "the optimizer on the host's cores",
+    "host memory": "the optimizer, reading and writing host memory",
+    "pipeline bubble": "stages that wait for each other: more micro-batches per step would help",
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    step_seconds: float
+    """Estimated; of one optimizer step."""
+    step_seconds_range: tuple[float, float]
+    """(fastest, slowest) by the spread of the constants that were not measured."""
+    tokens_per_second: float
+    mfu: float
+    """Model FLOPs of the step, without recomputation, against the cards' peak."""
+    parts: Mapping[str, float]
+    """Seconds of a step by what takes them; they sum to `step_seconds`."""
+
+    @property
+    def bottleneck(self) -> str:
+        """A key of `LIMITS`."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float]:
+        tokens = self.tokens_per_second * self.step_seconds
+        return tokens / self.step_seconds_range[1], tokens / self.step_seconds_range[0]
+
+
+def _values(hardware: Hardware, world_size: int, end: str | None) -> dict[str, float]:
+    """Each constant: measured, else assumed (`end` "low" or "high": at that end of its spread)."""
+    values = {}
+    for name, constant in CONSTANTS.items():
+        if name in hardware.measured:
+            values[name] = hardware.measured[name]
+        else:
+            values[name] = getattr(constant, end) if end else constant.value
+    links = [g.pcie_bytes_per_second for g in hardware.gpus[:world_size] if g.pcie_bytes_per_second]
+    if links and "pcie_bytes_per_second" not in hardware.measured:
+        values["pcie_bytes_per_second"] = min(links) * {None: 1.0, "low": 0.8, "high": 1.05}[end]
+    if (
+        "collective_bytes_per_second" not in hardware.measured
+    ):  # what passes through the host is bound by the slowest link
+        values["collective_bytes_per_second"] = min(
+            values["collective_bytes_per_second"], 0.6 * values["pcie_bytes_per_second"]
+        )
+    return values
+
+
+def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> dict[str, float]:
+    shape, s, w, e, t = load.shape, load.strategy, load.world_size, load.element, load.tokens
+    cards = [g.model for g in hardware.gpus[:w]]
+    peak = min(m.tensor_flops for m in cards) / (2 if load.precision == "fp32" else 1)
+    bandwidth = min(m.memory_bytes_per_second for m in cards)
+    n, trained = shape.parameters, _trained(load)
+    steps = load.grad_accum_steps
+    passes = 4 if load.checkpointing else 3
+    flops = shape.flops_per_token(load.seq_len, load.checkpointing, trained=1.0 if load.adapter is None else 0.0)
+
+    compute = {
+        "GPU math": t * flops / (peak * c["compute_efficiency"]),
+        "GPU memory": passes * n * e / bandwidth,
+        "kernel launches": passes * shape.layers * KERNELS_PER_LAYER * c["launch_seconds"],
+    }
+    if s.pipeline:
+        return _pipeline_parts(load, compute, bandwidth, c)
+    limit = max(compute, key=lambda name: compute[name])
+    parts = {limit: steps * compute[limit]}
+
+    def add(name: str, seconds: float) -> None:
+        if seconds > 0:
+            parts[name] = parts.get(name, 0.0) + seconds
+
+    # -- gradients and weights between the cards: a ring moves (w - 1) / w of the tensor per card and direction
+    ring_weights = (w - 1) / w * n * e
+    ring_gradients = (w - 1) / w * trained * (4 if load.autocast else e)
+    collective, pcie = c["collective_bytes_per_second"], c["pcie_bytes_per_second"]
+    if s.stage == 3:
+        # Weights are gathered forward and backward, and gradients reduce-scattered, in every micro-step.
+        add("collectives", steps * (2 * ring_weights + ring_gradients) / collective)
+    elif s.stage == 2:  # DeepSpeed all-reduces its buckets (use_multi_rank_bucket_allreduce): twice the ring
+        add("collectives", (steps * 2 * ring_gradients + (w - 1) / w * trained * e) / collective)
+    elif s.stage == 1:
+        add("collectives", (2 * ring_gradients + (w - 1) / w * trained * e) / collective)
+    else:
+        add("collectives", 2 * ring_gradients / collective)
+    shard = trained / (w if s.stage else 1)
+    if s.offload_optimizer:
+        add("copies", steps * shard * e / pcie)  # each micro-step's gradients go to the host; the rest hides
+        add("copies", shard * e / (c["pageable_copy_bytes_per_second"] if s.stage == 3 else pcie))
+
+    # -- the update
+    touched = 2 * s.master_bytes + 2 * s.moment_bytes + s.master_bytes + e  # per parameter, read and written
+    if s.offload_optimizer:
+        threads = max(1, hardware.cores)
+        dram = trained * touched * WRITE_ALLOCATE / c["dram_bytes_per_second"]
+        cores = trained * c["cpu_adam_core_seconds_per_parameter"] / threads
+        add("host memory" if dram > cores else "CPU optimizer", max(dram, cores))
+        if load.precision == "fp16":
+            add("CPU optimizer", trained * c["fp16_scan_core_seconds_per_parameter"] / threads)
+    else:
+        add("GPU memory", shard * touched / bandwidth)
+    return parts
+
+
+def _pipeline_parts(
+    load: Workload, compute: Mapping[str, float], bandwidth: float, c: Mapping[str, float]
+) -> dict[str, float]:
+    """1F1B: m micro-batches through p stages take m + p - 1 turns of the slowest stage (GPipe, arXiv:1811.06965 §2.3)."""
+    shape, p = load.shape, load.world_size
+    sizes = shape.stages(p, load.seq_len)
+    micro_batches = load.grad_accum_steps * p  # the step of a data-parallel run with the same settings
+    layer = 4 * 2 * (shape.active_parameters - shape.embedding_parameters) / shape.layers
+    head = 6 * shape.vocab_size * shape.hidden_size
+    whole = layer * shape.layers + head
+    slowest = max(*(size * layer for size in sizes[:-1]), sizes[-1] * layer + head) / whole if p > 1 else 1.0
+    limit = max(compute, key=lambda name: compute[name])
+    turn = compute[limit] * slowest
+    boundary = 2 * load.tokens * shape.hidden_size * load.element / c["collective_bytes_per_second"]
+    touched = 2 * load.strategy.master_bytes + 2 * load.strategy.moment_bytes + 2 * load.element
+    update = shape.parameters / p * touched / bandwidth
+    return {
+        limit: micro_batches * turn,
+        "pipeline bubble": (p - 1) * turn,
+        "collectives": (micro_batches + p - 1) * boundary,
+        "GPU memory": update if limit != "GPU memory" else micro_batches * turn + update,
+    }
+
+
+def estimate_time(load: Workload, hardware: Hardware) -> Timing | None:
+    """Time of an optimizer step on these cards; None where their figures are not in the table, or on CPU ranks.
+
+    T = G (t F / (peak x efficiency) + ring / collectives + copies) + update, with G accumulation steps of t tokens a
+    card and F FLOPs per token (`ModelShape.flops_per_token`). See docs/planner.md.
+    """
+    if not hardware.gpus or any(g.model is None for g in hardware.gpus[: load.world_size]):
+        return None
+    parts, slow, fast = (
+        _step_parts(load, hardware, _values(hardware, load.world_size, end)) for end in (None, "low", "high")
+    )
+    seconds = sum(parts.values())
+    tokens = load.tokens * load.grad_accum_steps * load.world_size
+    peak = sum(g.model.tensor_flops for g in hardware.gpus[: load.world_size])
+    useful = load.shape.flops_per_token(load.seq_len, checkpointing=False, trained=1.0 if load.adapter is None else 0.0)
+    return Timing(
+        step_seconds=seconds,
+        step_seconds_range=(sum(fast.values()), sum(slow.values())),
+        tokens_per_second=tokens / seconds,
+        mfu=tokens * useful / seconds / peak,
+        parts=dict(sorted(parts.items(), key=lambda item: -item[1])),
+    )
+
+
+def used_constants(hardware: Hardware, world_size: int) -> dict[str, tuple[float, bool]]:
+    """Name -> (value, whether it was measured on this machine)."""
+    return {k: (v, k in hardware.measured) for k, v in _values(hardware, world_size, None).items()}
+
+
+def with_constants(hardware: Hardware, given: Mapping[str, float]) -> Hardware:
+    return dataclasses.replace(hardware, measured=dict(hardware.measured) | check_constants(given))
