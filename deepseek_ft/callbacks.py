@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from .checkpoints import read_json, write_json
 from .errors import RunError
 from .hardware import GIB
+from .report import duration
 
 _COUNTS = "deepseek_ft.json"  # in a checkpoint: what has been counted so far
 log = logging.getLogger(__name__)
@@ -26,12 +27,6 @@ def peak_memory_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
 
 
 class RunLog(TrainerCallback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -10,12 +11,13 @@ import warnings
 from collections.abc import Callable
 
 from . import __version__
-from .errors import DeepSeekFTError, RunError
+from .errors import ConfigError, DataError, DeepSeekFTError, PlanError, RunError
 
 _EPILOG = """\
 examples:
   deepseek-ft train quickstart
   deepseek-ft train deepseek-llm-7b/wikitext103_full data.path=wikitext-103 train.precision=bf16 --gpus 3
+  deepseek-ft plan deepseek-llm-7b/wikitext103_full --gpus 3 --gpu rtx4090 --host-ram-gib 256
   deepseek-ft recipes deepseek-coder-7b/code_full        show a recipe, resolved
 """
 
@@ -38,10 +40,30 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--gpus", type=int, metavar="N", help="how many ranks; the first N visible GPUs (same as ranks=N)"
     )
+    train.add_argument("--force", action="store_true", help="start even if the plan says that it does not fit")
     train.add_argument("--hostfile", help="DeepSpeed's hostfile, for ranks on several hosts")
     group = train.add_mutually_exclusive_group()
     group.add_argument("--resume", action="store_true", help="continue the unfinished run in output_dir")
     group.add_argument("--new", action="store_true", help="start beside an unfinished run")
+
+    plan = commands.add_parser(
+        "plan",
+        help="will it fit, and how long will it take",
+        description="Memory, host memory, disk and time of a recipe under every strategy, before anything is downloaded. "
+        "Without flags for this machine.",
+    )
+    plan.add_argument("recipe", help="a shipped recipe's name, or a YAML file")
+    plan.add_argument("overrides", nargs="*", metavar="key=value")
+    plan.add_argument("--gpus", type=int, metavar="N", help="how many cards (with --gpu: 3)")
+    plan.add_argument("--gpu", metavar="NAME", help="which, such as rtx4090")
+    plan.add_argument("--host-ram-gib", type=float, metavar="GIB")
+    plan.add_argument("--disk-gib", type=float, metavar="GIB", help="free where the run is written")
+    plan.add_argument("--cores", type=int, metavar="N")
+    plan.add_argument("--pcie", metavar="x16,x8,x4", help="lanes of each card, or of all")
+    plan.add_argument(
+        "--constant", action="append", default=[], metavar="NAME=VALUE", help="one of timing.CONSTANTS, measured"
+    )
+    plan.add_argument("--json", action="store_true")
 
     recipes = commands.add_parser("recipes", help="list the shipped recipes, or show one")
     recipes.add_argument("recipe", nargs="?")
@@ -84,9 +106,62 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.gpus is not None:
         overrides.append(f"ranks={arguments.gpus}")
     result = finetune(
-        arguments.recipe, overrides, resume=arguments.resume, new=arguments.new, hostfile=arguments.hostfile
-    )
+        arguments.recipe, overrides, resume=arguments.resume, new=arguments.new, hostfile=arguments.hostfile,
+        force=arguments.force,
+    )  # fmt: skip
     print(result)
+
+
+def _constants(words: list[str]) -> dict[str, float]:
+    from .timing import check_constants
+
+    given = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        try:
+            given[name] = float(value)
+        except ValueError:
+            raise ConfigError(
+                f"--constant: got {word!r}; write NAME=VALUE, such as dram_bytes_per_second=2e11"
+            ) from None
+    return check_constants(given)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from . import plan_view
+    from .config import load_config
+    from .data.sources import guess_tokens
+    from .hardware import described, probe
+    from .planner import plan_run, schedule_run
+
+    config = load_config(arguments.recipe, arguments.overrides)
+    here = probe(config.output_dir)
+    other = arguments.gpu is not None or bool(arguments.gpus and not here.gpus)
+    hardware = described(
+        here, gpus=arguments.gpus, gpu=arguments.gpu, host_ram_gib=arguments.host_ram_gib, disk_gib=arguments.disk_gib,
+        cores=arguments.cores, pcie=arguments.pcie.split(",") if arguments.pcie else None, constants=_constants(arguments.constant),
+    )  # fmt: skip
+    plan = plan_run(config, hardware, can_build_ops=True if other else None, force=True)
+    try:
+        guesses = [guess_tokens(s, config.data, f"data.train.{i}") for i, s in enumerate(config.data.train)]
+    except DataError:  # the data need not be there to be planned for
+        guesses = [None]
+    schedule = schedule_run(plan, config, None if None in guesses else sum(guesses))
+    command = plan_view.start_command(arguments.recipe, arguments.overrides, plan)
+    if arguments.json:
+        print(json.dumps(plan_view.as_json(plan, config, schedule, command), indent=2))
+    else:
+        print(plan_view.text(plan, config, schedule, command if plan.chosen.fits else None))
+        flags = {"--host-ram-gib": arguments.host_ram_gib, "--cores": arguments.cores, "--disk-gib": arguments.disk_gib}
+        missing = [name for name, value in flags.items() if value is None]
+        if other and missing:
+            print(f"note      what {', '.join(missing)} would say is this machine's")
+    if not plan.chosen.fits:
+        raise PlanError(
+            f"strategy {plan.strategy.name} {'; '.join(plan.misfits)}"
+            if arguments.json
+            else "it does not fit; see above"
+        )
 
 
 def _recipes(arguments: argparse.Namespace) -> None:
@@ -132,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; settings are written key=value, without dashes")
     arguments.overrides += late
     set_up_logging()
-    action = {"train": _train, "recipes": _recipes}[arguments.command]
+    action = {"train": _train, "plan": _plan, "recipes": _recipes}[arguments.command]
     try:
         return guard(lambda: action(arguments))
     except BrokenPipeError:  # as in `deepseek-ft recipes | head -1`

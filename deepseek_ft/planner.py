@@ -1,10 +1,16 @@
-"""From (config, hardware) to a `Plan`: a pure function, the same on every rank, without torch or a download."""
+"""From (config, hardware) to a `Plan`: a pure function, the same on every rank, without torch or a download.
+
+Every strategy is assessed: what it holds on the card, the host and the disk (`memory`), how long a step takes
+(`timing`), and what arithmetic forbids. `auto` takes the fastest that fits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from . import deepspeed_config
@@ -12,10 +18,54 @@ from . import ops as ops_module
 from .config import Config, resource_dir
 from .errors import ConfigError, PlanError, listing
 from .hardware import GIB, Hardware, probe
+from .memory import Adapter, Memory, Workload, adapter_parameters, estimate
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
+from .timing import Timing, estimate_time
 
 CPU_RANKS = 3  # without a GPU: the three-card run in miniature
+MARGIN = 0.95
+"""Share of the usable memory that `auto` fills: estimates are not promises."""
+DRIVER = 0.98
+"""Share of a card's memory, as NVML reports it, that CUDA can allocate: a 4090 of 24,564 MiB offers 23.5 GiB."""
+LARGE_VOCABULARY = 32_000
+HOST_RESERVE_BYTES = 2 * GIB  # for the system itself
+
+
+# ------------------------------------------------------------------------------------------------ the answer
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy, what it would take, and why it cannot be used (nothing when it can)."""
+
+    strategy: Strategy
+    memory: Memory | None = None
+    """None when the model's numbers are not known."""
+    timing: Timing | None = None
+    """None on CPU ranks, or for cards without figures."""
+    reasons: tuple[str, ...] = ()
+    forbidden: bool = False
+    """No amount of memory would help: precision, ranks, layers, cards."""
+    fullness: float = 0.0
+    """The largest share of what there is that it would take: of a card, the host or the disk. Above 1 it does not fit."""
+
+    @property
+    def tight(self) -> bool:
+        """It fits, but with less than the margin that `auto` wants."""
+        return MARGIN < self.fullness <= 1
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A change of the recipe under which something fits."""
+
+    overrides: tuple[str, ...]
+    candidate: Candidate
 
 
 @dataclass(frozen=True)
@@ -29,14 +79,37 @@ class Plan:
     micro_batch_size: int
     grad_accum_steps: int
     tokens_per_step: int
+    chunked_loss: bool
+    """Train with `losses.head_loss`, which never holds the logits of a whole micro-batch."""
     deepspeed: dict | None
     """The DeepSpeed config that Trainer gets, "auto" where it fills in the recipe's value."""
     ops: tuple[str, ...]
     """DeepSpeed C++ ops that must be built before the ranks start."""
     shape: ModelShape | None
     hardware: Hardware
+    candidates: tuple[Candidate, ...]
+    """Every strategy with its figures, in the order of the table; the chosen one among them."""
+    offers: tuple[Offer, ...]
+    """When nothing fits: the nearest changes that would."""
     notes: tuple[str, ...]
     """What the user should know before the run, one line each."""
+
+    @property
+    def chosen(self) -> Candidate:
+        return next(c for c in self.candidates if c.strategy == self.strategy)
+
+    @property
+    def memory(self) -> Memory | None:
+        return self.chosen.memory
+
+    @property
+    def timing(self) -> Timing | None:
+        return self.chosen.timing
+
+    @property
+    def misfits(self) -> tuple[str, ...]:
+        """What is short for the chosen strategy, in numbers; empty when it fits."""
+        return self.chosen.reasons
 
     @property
     def global_batch_size(self) -> int:
@@ -59,6 +132,54 @@ class Plan:
         return (f"{self.strategy.name} on {ranks} | batch {self.global_batch_size} = {self.micro_batch_size} micro x "
                 f"{self.grad_accum_steps} accumulated x {self.world_size} | {self.tokens_per_step:,} tokens per step")  # fmt: skip
 
+    def __str__(self) -> str:
+        from .plan_view import text
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        from .plan_view import html
+
+        return html(self)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps and time of a run."""
+
+    steps: int
+    warmup_steps: int
+    tokens: int
+    seconds: float | None
+    """Estimated; None where a step's time is not."""
+    seconds_range: tuple[float, float] | None
+    epoch_seconds: float | None
+    guessed: bool
+    """The data's size is a guess from file sizes, or from what is known of the data set."""
+
+
+def schedule_run(plan: Plan, config: Config, train_tokens: int | None, guessed: bool = True) -> Schedule | None:
+    """How many steps a run takes and how long; None when neither `max_steps` nor the data's size is known.
+
+    Args:
+        train_tokens: tokens of the training data.
+    """
+    seq_len = config.data.seq_len
+    blocks = max(1, train_tokens // seq_len) if train_tokens else None
+    if config.train.max_steps is None and blocks is None:
+        return None
+    steps = plan.total_steps(config, blocks or 0) if blocks or config.train.max_steps else 0
+    timing = plan.timing
+    return Schedule(
+        steps=steps,
+        warmup_steps=warmup_steps(config, steps),
+        tokens=steps * plan.tokens_per_step,
+        seconds=timing.step_seconds * steps if timing else None,
+        seconds_range=(timing.step_seconds_range[0] * steps, timing.step_seconds_range[1] * steps) if timing else None,
+        epoch_seconds=timing.step_seconds * plan.steps_per_epoch(blocks) if timing and blocks else None,
+        guessed=guessed and config.train.max_steps is None,
+    )
+
 
 def warmup_steps(config: Config, total_steps: int) -> int:
     """Steps of warm-up in a run of `total_steps`; a ratio is rounded up, as Trainer does."""
@@ -67,40 +188,228 @@ def warmup_steps(config: Config, total_steps: int) -> int:
     return config.optim.warmup_steps or 0
 
 
-def _state_bytes_per_gpu(strategy: Strategy, parameters: int, world_size: int) -> float:
-    """Weights, gradients and optimizer states that stay on a card (ZeRO, arXiv:1910.02054 §3.1), 16-bit compute."""
-    shard = 1 / world_size
-    weights = 0 if strategy.offload_params else 2 * (shard if strategy.stage == 3 else 1)
-    gradients = 2 * (shard if strategy.stage >= 2 else 1)
-    states = 0 if strategy.offload_optimizer else strategy.state_bytes * (shard if strategy.stage >= 1 else 1)
-    return parameters * (weights + gradients + states)
+# -------------------------------------------------------------------------------------- what can be used, and why not
 
 
-_AUTO_ORDER = ("single", "ddp", "zero1", "zero2", "zero3", "zero3_bf16", "zero2_offload", "zero3_offload",
-               "zero3_offload_all")  # fmt: skip
+def usable_gpu_bytes(hardware: Hardware, world_size: int) -> int:
+    """Of the smallest card that takes part."""
+    return int(DRIVER * min(gpu.memory_bytes for gpu in hardware.gpus[:world_size]))
 
 
-def _choose(config: Config, hardware: Hardware, world_size: int, shape: ModelShape | None) -> tuple[Strategy, str]:
-    if hardware.device == "cpu":
-        name = "single" if world_size == 1 else "zero3"
-        return STRATEGIES[name], f"strategy {name}: what {world_size} CPU rank{'s' * (world_size > 1)} can rehearse"
-    if shape is None:
-        name = "zero3_offload"
-        return STRATEGIES[name], f"strategy {name}: the size of {config.model.path} is not known before its download"
-    room = 0.7 * min(gpu.memory_bytes for gpu in hardware.gpus[:world_size])
-    for name in _AUTO_ORDER:
-        strategy = STRATEGIES[name]
-        if config.train.precision not in strategy.precisions or (name == "single") != (world_size == 1):
-            continue
-        need = _state_bytes_per_gpu(strategy, shape.parameters, world_size)
-        if need <= room:
-            return strategy, (f"strategy {name}: the first whose model states, {need / GIB:.1f} GiB per card, leave 30 % "
-                              "of the card for activations and the loss (which are not computed yet)")  # fmt: skip
-    raise PlanError(
-        f"no strategy fits {config.model.path} ({shape.parameters / 1e9:.1f} B parameters, full fine-tune): even "
-        f"zero3_offload_all needs {need / GIB:.1f} GiB of states per card, and {room / GIB:.1f} GiB are usable.\n"
-        "  Use more cards (ranks=...) or a smaller model."
+def usable_host_bytes(hardware: Hardware) -> int:
+    return max(0, hardware.host_memory_bytes - HOST_RESERVE_BYTES)
+
+
+def adapter_of(config: Config, shape: ModelShape) -> Adapter | None:
+    """The adapter that the recipe asks for, on its targets or the architecture's usual ones.
+
+    Raises:
+        ConfigError: a target that the model does not have.
+    """
+    method = config.method
+    if method.kind == "full":
+        return None
+    names = sorted({n.removesuffix(".weight").rsplit(".", 1)[-1] for k in shape.kinds for n, s in k.weights.items()
+                    if len(s) == 2 and n.endswith("_proj.weight") or n.endswith("_mqa.weight")})  # fmt: skip
+    targets = tuple(method.targets or names)
+    unknown = [t for t in targets if t not in names]
+    if unknown:
+        raise ConfigError(
+            f"method.targets: {', '.join(unknown)} is no linear layer of {config.model.path}; it has {', '.join(names)}"
+        )
+    return Adapter(method.rank, targets, quantized=method.kind == "qlora")
+
+
+@lru_cache(maxsize=64)
+def _shipped(name: str) -> dict:
+    return deepspeed_config.read(str(resource_dir("ds_configs") / f"{name}.json"))
+
+
+def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size: int, accumulation: int, device: str,
+              deepspeed: Mapping | None) -> Workload:  # fmt: skip
+    return Workload(
+        shape=shape,
+        strategy=strategy,
+        world_size=world_size,
+        micro_batch_size=config.train.micro_batch_size,
+        seq_len=config.data.seq_len,
+        grad_accum_steps=accumulation,
+        precision=config.train.precision,
+        checkpointing=config.model.gradient_checkpointing,
+        chunked_loss=chunked_loss(config, shape),
+        adapter=adapter_of(config, shape),
+        device=device,
+        deepspeed=deepspeed,
     )
+
+
+def chunked_loss(config: Config, shape: ModelShape | None) -> bool:
+    if config.train.loss == "auto":
+        return shape is not None and shape.vocab_size >= LARGE_VOCABULARY
+    return config.train.loss == "chunked"
+
+
+def _forbidden(
+    config: Config, shape: ModelShape | None, strategy: Strategy, world_size: int, hardware: Hardware
+) -> Iterator[str]:
+    """What no amount of memory would change."""
+    precision = config.train.precision
+    if precision not in strategy.precisions:
+        yield f"runs in {' or '.join(strategy.precisions)} only, got train.precision={precision}"
+    if not strategy.many_ranks and world_size != 1:
+        yield f"is one process, and there are {world_size} ranks"
+    if strategy.pipeline and shape is not None and world_size > shape.layers:
+        yield f"needs a layer for each stage: {shape.layers} layers, {world_size} ranks"
+    if strategy.pipeline and config.method.kind != "full":
+        yield "trains every weight"
+    if config.method.kind == "qlora" and strategy.stage == 3:
+        yield "cannot shard a 4-bit base"
+    old = [gpu.name for gpu in hardware.gpus[:world_size] if not gpu.has_bf16]
+    if precision == "bf16" and old:
+        yield f"bf16 needs an Ampere card or newer, and {old[0]} is older: train.precision=fp16"
+    if hardware.device == "cpu" and precision == "fp16" and not strategy.deepspeed:
+        yield "has no fp16 on the CPU: train.precision=bf16, or a zero strategy"
+
+
+def _short_of(memory: Memory, config: Config, hardware: Hardware, world_size: int) -> Iterator[tuple[str, float]]:
+    """(reason in numbers, share of what there is) for everything that could be short."""
+    if hardware.gpus:
+        usable = usable_gpu_bytes(hardware, world_size)
+        yield (
+            f"needs {memory.gpu_bytes / GIB:.1f} GiB per GPU, {usable / GIB:.1f} are usable",
+            memory.gpu_bytes / usable,
+        )
+    usable = usable_host_bytes(hardware)
+    yield (f"needs {memory.host_bytes / GIB:.1f} GiB of host memory, {usable / GIB:.1f} of {hardware.host_memory_bytes / GIB:.0f} are usable",
+           memory.host_bytes / max(1, usable))  # fmt: skip
+    if hardware.disk_free_bytes is not None:
+        yield (f"needs {memory.disk_bytes / GIB:.1f} GiB of disk, {hardware.disk_free_bytes / GIB:.1f} are free: "
+               "train.save_total_limit and train.save_steps decide", memory.disk_bytes / max(1, hardware.disk_free_bytes))  # fmt: skip
+
+
+def _assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_size: int, accumulation: int,
+            hardware: Hardware, deepspeed: Mapping | None = None) -> Candidate:  # fmt: skip
+    if (
+        not strategy.many_ranks and config.strategy != strategy.name
+    ):  # the table's baseline: one of the cards, the same batch
+        accumulation, world_size = accumulation * world_size, 1
+    reasons = list(_forbidden(config, shape, strategy, world_size, hardware))
+    if shape is None or (strategy.pipeline and world_size > shape.layers):
+        return Candidate(strategy, reasons=tuple(reasons), forbidden=bool(reasons))
+    if deepspeed is None and strategy.deepspeed:
+        deepspeed = _shipped(strategy.name)
+    load = _workload(config, shape, strategy, world_size, accumulation, hardware.device, deepspeed)
+    checkpoints = config.train.save_total_limit + 1 if config.train.save_steps else 0
+    memory = estimate(load, checkpoints)
+    shares = list(_short_of(memory, config, hardware, world_size))
+    forbidden = bool(reasons)
+    reasons += [reason for reason, share in shares if share > 1]
+    fullness = max(share for _, share in shares)
+    return Candidate(strategy, memory, estimate_time(load, hardware), tuple(reasons), forbidden, fullness)
+
+
+def _can_choose(strategy: Strategy, world_size: int) -> bool:
+    return strategy.runs and strategy.chosen and (strategy.many_ranks or world_size == 1)
+
+
+def _fastest(candidates: list[Candidate], world_size: int) -> Candidate | None:
+    """Of those that fit: with a margin before without, exact updates before rounded ones, then the fastest.
+
+    Without figures for the cards the table's order decides, which is from the least sharding to the most.
+    """
+    able = [c for c in candidates if c.fits and _can_choose(c.strategy, world_size)]
+    if not able:
+        return None
+
+    def rank(candidate: Candidate) -> tuple:
+        speed = -candidate.timing.tokens_per_second if candidate.timing else 0.0
+        return candidate.strategy.rounds_updates, candidate.tight, speed
+
+    return min(able, key=rank)
+
+
+# ---------------------------------------------------------------------------------------- when nothing fits
+
+
+def _changes(config: Config, accumulation: int) -> Iterator[tuple[tuple[str, ...], Config]]:
+    """The recipe changed in one way, from the mildest to the most drastic; the global batch stays."""
+    train, data = config.train, config.data
+    if train.loss == "naive":
+        yield ("train.loss=chunked",), dataclasses.replace(config, train=dataclasses.replace(train, loss="chunked"))
+    if not config.model.gradient_checkpointing:
+        yield (("model.gradient_checkpointing=true",),
+               dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=True)))  # fmt: skip
+    micro = train.micro_batch_size
+    while micro > 1:
+        micro //= 2
+        if train.micro_batch_size % micro:
+            continue
+        steps = accumulation * train.micro_batch_size // micro
+        changed = dataclasses.replace(
+            train, micro_batch_size=micro, grad_accum_steps=None if train.global_batch_size else steps
+        )
+        words = (
+            f"train.micro_batch_size={micro}",
+            *(() if train.global_batch_size else (f"train.grad_accum_steps={steps}",)),
+        )
+        yield words, dataclasses.replace(config, train=changed)
+    if train.precision in ("fp32", "fp16"):
+        yield ("train.precision=bf16",), dataclasses.replace(config, train=dataclasses.replace(train, precision="bf16"))
+    if train.save_steps:
+        yield ("train.save_steps=null",), dataclasses.replace(config, train=dataclasses.replace(train, save_steps=None))
+        if train.save_total_limit > 1:
+            yield (("train.save_total_limit=1",),
+                   dataclasses.replace(config, train=dataclasses.replace(train, save_total_limit=1)))  # fmt: skip
+    seq_len = data.seq_len
+    while seq_len > 512:
+        seq_len //= 2
+        yield (f"data.seq_len={seq_len}",), dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
+    for kind in ("lora", "qlora"):
+        if config.method.kind == "full":
+            yield (
+                (f"method.kind={kind}",),
+                dataclasses.replace(config, method=dataclasses.replace(config.method, kind=kind)),
+            )
+
+
+def _offers(config: Config, shape: ModelShape, names: list[str], world_size: int, accumulation: int, hardware: Hardware,
+            limit: int = 4) -> tuple[Offer, ...]:  # fmt: skip
+    """The mildest changes under which a strategy fits; two changes at once where one is not enough."""
+
+    def fitting(changed: Config) -> Candidate | None:
+        steps = _accumulation(changed, world_size)
+        return _fastest(
+            [_assess(changed, shape, STRATEGIES[n], world_size, steps, hardware) for n in names], world_size
+        )
+
+    found: list[Offer] = []
+    kinds: set[str] = set()  # one offer of each kind is enough: the largest micro-batch, the longest sequence
+
+    def consider(words: tuple[str, ...], changed: Config) -> None:
+        kind = "+".join(sorted({w.split("=")[0].replace("grad_accum_steps", "micro_batch_size") for w in words}))
+        if kind in kinds and not kind.startswith("method"):
+            return
+        if len(found) < limit and (candidate := fitting(changed)) is not None:
+            kinds.add(kind)
+            found.append(Offer(words, candidate))
+
+    singles = list(_changes(config, accumulation))
+    for words, changed in singles:
+        consider(words, changed)
+    # Nothing keeps full fine-tuning yet: two changes at once, and only then adapters with another change.
+    for with_adapter in (False, True):
+        if any(not o.overrides[0].startswith("method") for o in found) or (with_adapter and found):
+            break
+        for words, changed in singles:
+            if words[0].startswith("method") != with_adapter:
+                continue
+            for more, twice in _changes(changed, _accumulation(changed, world_size)):
+                if more[0].split("=")[0] != words[0].split("=")[0] and not more[0].startswith("method"):
+                    consider(tuple(dict.fromkeys((*words, *more))), twice)
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------------------------------- the plan
 
 
 def _world_size(config: Config, hardware: Hardware, launched: int | None, single: bool) -> int:
@@ -140,12 +449,24 @@ def _accumulation(config: Config, world_size: int) -> int:
     return train.global_batch_size // unit
 
 
+def _own_strategy(path: str, ds: Mapping) -> Strategy:
+    """The row that a user's own DeepSpeed file stands for."""
+    zero, bf16 = ds["zero_optimization"], ds.get("bf16") or {}
+    offload = {k: (zero.get(k) or {}).get("device", "none") != "none" for k in ("offload_optimizer", "offload_param")}
+    return Strategy(
+        Path(path).name, "your own DeepSpeed file", stage=zero["stage"], offload_optimizer=offload["offload_optimizer"],
+        offload_params=offload["offload_param"], master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else 4,
+        moment_bytes=4 if bf16.get("bf16_optimizer_states") else 8, chosen=False,
+    )  # fmt: skip
+
+
 def plan_run(
     config: Config,
     hardware: Hardware | None = None,
     *,
     launched_ranks: int | None = None,
     can_build_ops: bool | None = None,
+    force: bool = False,
 ) -> Plan:
     """Decide strategy, ranks and batch, and check everything that can be checked without the model.
 
@@ -153,48 +474,67 @@ def plan_run(
         hardware: the machine to plan for; this one when not given.
         launched_ranks: how many ranks a launcher has already started, if one has.
         can_build_ops: whether DeepSpeed's C++ ops can be had (a compiler, or built before); probed when not given.
+        force: give a plan even when memory or disk is short (`Plan.misfits` says what).
 
     Raises:
         PlanError: it cannot work on this hardware.
         ConfigError: the model path, or a DeepSpeed file that contradicts the recipe.
     """
-    hardware = hardware or probe()
+    hardware = hardware or probe(config.output_dir)
     shape = find_shape(config.model.path)
     notes: list[str] = []
     single = config.strategy == "single"
     world_size = _world_size(config, hardware, launched_ranks, single)
     accumulation = _accumulation(config, world_size)
 
+    own = None
     if config.deepspeed is not None:
-        strategy, ds = None, deepspeed_config.read(config.deepspeed)
-    else:
-        if config.strategy == "auto":
-            strategy, why = _choose(config, hardware, world_size, shape)
-            notes.append(why)
-        else:
-            strategy = STRATEGIES[config.strategy]
-        if config.train.precision not in strategy.precisions:
-            raise PlanError(f"strategy {strategy.name} runs in {' or '.join(strategy.precisions)} only, got "
-                            f"train.precision={config.train.precision}")  # fmt: skip
-        ds = (
-            deepspeed_config.read(str(resource_dir("ds_configs") / f"{strategy.name}.json"))
-            if strategy.deepspeed
-            else None
+        own = deepspeed_config.read(config.deepspeed)
+        own, problems, ds_notes = deepspeed_config.check(
+            own,
+            config.deepspeed,
+            config,
+            deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size),
         )
-    if ds is not None:
-        batch = deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size)
-        origin = config.deepspeed or f"{strategy.name}.json"
-        ds, problems, ds_notes = deepspeed_config.check(ds, origin, config, batch)
         if problems:
             raise ConfigError(listing("the DeepSpeed file and the recipe do not agree", problems))
         notes += ds_notes
-        if strategy is None:
-            zero = ds["zero_optimization"]
-            offload = {
-                k: zero.get(k, {}).get("device", "none") != "none" for k in ("offload_optimizer", "offload_param")
-            }
-            strategy = Strategy(Path(config.deepspeed).name, "your own DeepSpeed file", stage=zero["stage"],
-                                offload_optimizer=offload["offload_optimizer"], offload_params=offload["offload_param"])  # fmt: skip
+    names = list(STRATEGIES)
+    candidates = [_assess(config, shape, STRATEGIES[n], world_size, accumulation, hardware) for n in names]
+
+    if own is not None:
+        strategy = _own_strategy(config.deepspeed, own)
+        candidates.append(_assess(config, shape, strategy, world_size, accumulation, hardware, own))
+    elif config.strategy != "auto":
+        strategy = STRATEGIES[config.strategy]
+    elif hardware.device == "cpu":
+        strategy = STRATEGIES["single" if world_size == 1 else "zero3"]
+        notes.append(f"strategy {strategy.name}: what {world_size} CPU rank{'s' * (world_size > 1)} can rehearse")
+    elif shape is None:
+        strategy = STRATEGIES["zero3_offload"]
+        notes.append(f"strategy {strategy.name}: the size of {config.model.path} is not known before its download")
+    else:
+        best = _fastest(candidates, world_size)
+        strategy = best.strategy if best else _least_short(candidates, world_size)
+        if best is not None:
+            notes += _why(best, candidates)
+    chosen = next(c for c in candidates if c.strategy == strategy)
+    if chosen.forbidden:
+        raise PlanError(f"strategy {strategy.name} " + "; ".join(chosen.reasons))
+
+    ds = own
+    if own is None and strategy.deepspeed:
+        batch = deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size)
+        ds, problems, ds_notes = deepspeed_config.check(_shipped(strategy.name), f"{strategy.name}.json", config, batch)
+        if problems:
+            raise ConfigError(listing("the DeepSpeed file and the recipe do not agree", problems))
+        notes += ds_notes
+
+    offers: tuple[Offer, ...] = ()
+    if chosen.reasons and shape is not None:
+        offers = _offers(config, shape, names, world_size, accumulation, hardware)
+        if not force:
+            raise PlanError(refusal(config, chosen, candidates, offers, hardware, world_size))
 
     ops = []
     if strategy.deepspeed and hardware.device == "cpu" and world_size > 1:
@@ -213,27 +553,16 @@ def plan_run(
             f"there is no C++ compiler (with Python's headers), which DeepSpeed needs on the CPU: falling back from {strategy.name} on {world_size} "
             f"ranks to one process with the same batch; {cure} to see {strategy.name}"
         )
-        strategy, ds, ops = STRATEGIES["single"], None, []
         accumulation, world_size = accumulation * world_size, 1
-    if hardware.device == "cpu" and config.train.precision == "fp16" and not strategy.deepspeed:
-        raise PlanError(
-            f"strategy {strategy.name} has no fp16 on the CPU; use train.precision=bf16, or a zero strategy"
-        )
+        strategy, ds, ops = STRATEGIES["single"], None, []
+        if list(_forbidden(config, shape, strategy, 1, hardware)):
+            raise PlanError(f"strategy single {'; '.join(_forbidden(config, shape, strategy, 1, hardware))}")
+        candidates = [c for c in candidates if c.strategy != strategy]
+        candidates.insert(0, _assess(config, shape, strategy, 1, accumulation, hardware))
 
-    if shape is not None and shape.max_positions and config.data.seq_len > shape.max_positions:
-        notes.append(f"data.seq_len {config.data.seq_len} is longer than the {shape.max_positions} positions that "
-                     f"{config.model.path} was made for")  # fmt: skip
-    if shape is not None and shape.dtype == "bfloat16" and config.train.precision == "fp16":
-        notes.append(f"{config.model.path} is a bf16 checkpoint and fp16 ends at 65,504: overflows are likely; "
-                     "train.precision=bf16 is the safer choice on RTX 30 and 40 cards")  # fmt: skip
-    if config.train.max_steps is not None and warmup_steps(config, config.train.max_steps) >= config.train.max_steps:
-        notes.append(f"the warm-up of {warmup_steps(config, config.train.max_steps)} steps is not over when the run ends "
-                     f"after {config.train.max_steps}: the learning rate stays below its peak")  # fmt: skip
-    if config.optim.schedule == "warmup":
-        notes.append(
-            f"schedule warmup: the learning rate stays at {config.optim.lr:g} after the warm-up, it never decays"
-        )
-
+    notes += _remarks(config, shape, strategy)
+    if own is None and chosen.timing is not None:
+        notes += _better_batch(config, shape, chosen, names, world_size, accumulation, hardware)
     micro = config.train.micro_batch_size
     return Plan(
         strategy=strategy,
@@ -242,18 +571,172 @@ def plan_run(
         micro_batch_size=micro,
         grad_accum_steps=accumulation,
         tokens_per_step=micro * accumulation * world_size * config.data.seq_len,
+        chunked_loss=chunked_loss(config, shape),
         deepspeed=ds,
         ops=tuple(ops),
         shape=shape,
         hardware=hardware,
+        candidates=tuple(candidates),
+        offers=offers,
         notes=tuple(notes),
     )
 
 
+def _least_short(candidates: list[Candidate], world_size: int) -> Strategy:
+    """When nothing fits: what nothing forbids, and is short of the least."""
+    able = [c for c in candidates if _can_choose(c.strategy, world_size) and not c.forbidden]
+    if not able:
+        raise PlanError(
+            listing("no strategy can run this", [f"{c.strategy.name} {'; '.join(c.reasons)}" for c in candidates])
+        )
+    return min(able, key=lambda c: (c.fullness <= 1, c.fullness)).strategy
+
+
+def _why(best: Candidate, candidates: list[Candidate]) -> Iterator[str]:
+    """Why `auto` took this one, and what would be faster."""
+    speed = best.timing.tokens_per_second if best.timing else None
+    what = f"about {speed:,.0f} tokens/s" if speed else "the least sharding"
+    margin = "" if not best.tight else ", though with little to spare"
+    yield f"strategy {best.strategy.name}: {best.strategy.summary}; the fastest that fits ({what}){margin}"
+    if best.strategy.rounds_updates:
+        yield (f"{best.strategy.name} keeps bf16 master weights: updates smaller than about 1/256 of a weight are rounded away, and at "
+               "small learning rates most weights do not move")  # fmt: skip
+    for other in candidates:
+        if speed and other.fits and other.timing and other.timing.tokens_per_second > 1.1 * speed:
+            ratio = other.timing.tokens_per_second / speed
+            why = "this version plans it and does not run it yet" if not other.strategy.runs else (
+                "it rounds updates to bf16, so it is only taken by name" if other.strategy.rounds_updates else "")  # fmt: skip
+            if why:
+                yield f"{other.strategy.name} would be about {ratio:.1f}x as fast; {why}"
+
+
+def _better_batch(config: Config, shape: ModelShape, chosen: Candidate, names: list[str], world_size: int, accumulation: int,
+                  hardware: Hardware) -> Iterator[str]:  # fmt: skip
+    """The same batch in larger micro-batches: what is gathered and launched for each of them is paid less often."""
+    train = config.train
+    together = train.micro_batch_size * accumulation
+    best = None
+    for micro in range(train.micro_batch_size + 1, together + 1):
+        if together % micro:
+            continue
+        changed = dataclasses.replace(
+            train, micro_batch_size=micro, grad_accum_steps=together // micro, global_batch_size=None
+        )
+        allowed = names if config.strategy == "auto" else [chosen.strategy.name]
+        other = _fastest([_assess(dataclasses.replace(config, train=changed), shape, STRATEGIES[n], world_size, together // micro, hardware)
+                          for n in allowed], world_size)  # fmt: skip
+        exact = other is not None and (not other.strategy.rounds_updates or chosen.strategy.rounds_updates)
+        if (
+            exact
+            and other.timing
+            and (best is None or other.timing.tokens_per_second > best[1].timing.tokens_per_second)
+        ):
+            best = micro, other
+    if best is not None and chosen.fits and best[1].timing.tokens_per_second > 1.15 * chosen.timing.tokens_per_second:
+        micro, other = best
+        yield (f"train.micro_batch_size={micro} train.grad_accum_steps={together // micro} is the same batch, about "
+               f"{other.timing.tokens_per_second / chosen.timing.tokens_per_second:.1f}x as fast ({other.strategy.name}, {figures(other)})")  # fmt: skip
+
+
+def _remarks(config: Config, shape: ModelShape | None, strategy: Strategy) -> Iterator[str]:
+    train, optim = config.train, config.optim
+    if shape is not None and shape.max_positions and config.data.seq_len > shape.max_positions:
+        yield (f"data.seq_len {config.data.seq_len} is longer than the {shape.max_positions} positions that "
+               f"{config.model.path} was made for")  # fmt: skip
+    if shape is not None and shape.dtype == "bfloat16" and train.precision == "fp16":
+        yield (f"{config.model.path} is a bf16 checkpoint and fp16 ends at 65,504: overflows are likely; "
+               "train.precision=bf16 is the safer choice on RTX 30 and 40 cards")  # fmt: skip
+    if train.max_steps is not None and warmup_steps(config, train.max_steps) >= train.max_steps:
+        yield (f"the warm-up of {warmup_steps(config, train.max_steps)} steps is not over when the run ends "
+               f"after {train.max_steps}: the learning rate stays below its peak")  # fmt: skip
+    if optim.schedule == "warmup":
+        yield f"schedule warmup: the learning rate stays at {optim.lr:g} after the warm-up, it never decays"
+
+
+def refusal(config: Config, chosen: Candidate, candidates: list[Candidate], offers: tuple[Offer, ...], hardware: Hardware,
+            world_size: int) -> str:  # fmt: skip
+    """The error when it does not fit: what, got, why, what to do."""
+    where = (
+        f"{world_size} x {usable_gpu_bytes(hardware, world_size) / GIB:.1f} GiB"
+        if hardware.gpus
+        else f"{world_size} CPU ranks"
+    )
+    host = f"{hardware.host_memory_bytes / GIB:.0f} GiB host"
+    what = f"{config.model.path} ({config.method.kind} fine-tune, seq_len {config.data.seq_len}, micro-batch {config.train.micro_batch_size})"
+    named = config.strategy != "auto" or config.deepspeed is not None
+    head = f"strategy {chosen.strategy.name} does not fit" if named else "no strategy fits"
+    shown = [chosen] if named else [c for c in candidates if _can_choose(c.strategy, world_size) and c.memory]
+    width = max(len(c.strategy.name) for c in shown)
+    lines = [f"{head} {what} on {where}, {host}."]
+    lines += [f"  {c.strategy.name:{width}}  {'; '.join(c.reasons)}" for c in shown]
+    if named and (best := _fastest(candidates, world_size)) is not None:
+        lines.append(f"  What fits: strategy={best.strategy.name} ({figures(best)})")
+    elif offers:
+        lines.append("  Nearest that fits:")
+        lines += [f"    {' '.join(o.overrides)}  ({o.candidate.strategy.name}, {figures(o.candidate)})"
+                  + (" - planned, not trained by this version yet" if o.overrides[0].startswith("method.kind") else "")
+                  for o in offers]  # fmt: skip
+    else:
+        lines.append(
+            "  No change of sequence length, micro-batch, precision or adapters fits: more or larger cards, or a smaller model."
+        )
+    lines.append("  --force (force=True) starts all the same.")
+    return "\n".join(lines)
+
+
+def figures(candidate: Candidate) -> str:
+    """A candidate's figures in a few words."""
+    memory, timing = candidate.memory, candidate.timing
+    words = []
+    if memory is not None:
+        words = [f"{memory.gpu_bytes / GIB:.1f} GiB per GPU, {memory.host_bytes / GIB:.0f} GiB host"]
+    if timing is not None:
+        words.append(f"about {timing.tokens_per_second:,.0f} tokens/s")
+    return ", ".join(words)
+
+
+def trained_parameters(config: Config, shape: ModelShape) -> int:
+    adapter = adapter_of(config, shape)
+    return shape.parameters if adapter is None else adapter_parameters(shape, adapter)
+
+
 def to_dict(plan: Plan) -> dict:
-    """Plain containers for run.json."""
-    fields = dataclasses.asdict(plan)
-    fields["strategy"] = plan.strategy.name
-    fields["hardware"] = plan.hardware.describe()
-    fields["global_batch_size"] = plan.global_batch_size
-    return fields
+    """Plain containers for run.json: the decisions, and what was predicted."""
+    keep = (
+        "world_size",
+        "device",
+        "micro_batch_size",
+        "grad_accum_steps",
+        "tokens_per_step",
+        "chunked_loss",
+        "deepspeed",
+    )
+    return {
+        "strategy": plan.strategy.name,
+        **{name: getattr(plan, name) for name in keep},
+        "global_batch_size": plan.global_batch_size,
+        "ops": list(plan.ops),
+        "parameters": plan.shape.parameters if plan.shape else None,
+        "hardware": plan.hardware.describe(),
+        "candidates": [candidate_dict(c) for c in plan.candidates],
+        "offers": [{"overrides": list(o.overrides), **candidate_dict(o.candidate)} for o in plan.offers],
+        "notes": list(plan.notes),
+    }
+
+
+def candidate_dict(candidate: Candidate) -> dict:
+    memory, timing = candidate.memory, candidate.timing
+    return {
+        "strategy": candidate.strategy.name,
+        "fits": candidate.fits,
+        "tight": candidate.tight,
+        "runs": candidate.strategy.runs,
+        "reasons": list(candidate.reasons),
+        "memory": None if memory is None else {
+            "gpu_bytes": memory.gpu_bytes, "tensor_bytes": memory.tensor_bytes, "gpu": dict(memory.gpu), "moment": memory.moment,
+            "host_bytes": memory.host_bytes, "host": dict(memory.host), "disk_bytes": memory.disk_bytes, "disk": dict(memory.disk)},
+        "timing": None if timing is None else {
+            "estimate": True, "step_seconds": timing.step_seconds, "step_seconds_range": list(timing.step_seconds_range),
+            "tokens_per_second": timing.tokens_per_second, "tokens_per_second_range": list(timing.tokens_per_second_range),
+            "mfu": timing.mfu, "bottleneck": timing.bottleneck, "parts_seconds": dict(timing.parts)},
+    }  # fmt: skip

@@ -56,6 +56,16 @@ def plot_loss(metrics: list[dict], path: Path, title: str) -> Path | None:
     return path
 
 
+def duration(seconds: float) -> str:
+    """`95` -> `1m35s`, `7300` -> `2h01m`, `200000` -> `2d07h`."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours_left = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours_left:02d}h"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
 @dataclass(frozen=True)
 class RunResult:
     """What a finished run left behind; everything is also in its folder."""

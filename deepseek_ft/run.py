@@ -17,10 +17,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoints, launch, ops, planner
+from . import checkpoints, launch, ops, plan_view, planner
 from .config import Config, load_config, to_dict, to_yaml
-from .errors import CheckpointError, DataError, RunError
+from .errors import CheckpointError, DataError, PlanError, RunError
 from .hardware import GIB
+from .memory import PROCESS_BYTES
 from .planner import Plan, plan_run
 from .report import RunResult
 
@@ -40,6 +41,7 @@ def finetune(
     resume: bool = False,
     new: bool = False,
     hostfile: str | None = None,
+    force: bool = False,
     **sections: Any,
 ) -> RunResult:
     """Train a recipe and return what came out. The same in a script, under a launcher and in a notebook.
@@ -52,6 +54,7 @@ def finetune(
         resume: continue the unfinished run in `output_dir` from its newest complete checkpoint.
         new: start beside an unfinished run.
         hostfile: DeepSpeed's hostfile, to start ranks on several hosts.
+        force: start even if the plan says that memory or disk is short.
 
     Raises:
         ConfigError, PlanError, DataError, CheckpointError: before anything is trained.
@@ -60,7 +63,8 @@ def finetune(
     config = load_config(recipe, overrides, **sections)
     launched = launch.launched_ranks()
     on_hosts, here = launch.read_hostfile(hostfile) if hostfile is not None else (None, True)
-    plan = plan_run(config, launched_ranks=launched if launched is not None else on_hosts)
+    plan = plan_run(config, launched_ranks=launched if launched is not None else on_hosts, force=force)
+    _can_train(config, plan)
     run_dir, checkpoint, notes = checkpoints.choose_run_dir(config.output_dir, resume, new, launched is not None)
     if checkpoint is not None:
         notes += checkpoints.check_resume(run_dir, checkpoint, config, plan)
@@ -93,10 +97,29 @@ def finetune(
     return RunResult.load(run_dir)
 
 
+def _can_train(config: Config, plan: Plan) -> None:
+    if config.method.kind != "full":
+        raise PlanError(
+            f"method.kind={config.method.kind} is planned by this version and not trained by it; use method.kind=full"
+        )
+    if not plan.strategy.runs:
+        raise PlanError(
+            f"strategy {plan.strategy.name} is planned by this version and not run by it; `deepseek-ft plan` shows what is"
+        )
+
+
 def _announce(config: Config, plan: Plan, run_dir: Path, notes: Sequence[str]) -> None:
+    from .data.sources import guess_tokens
+
+    guesses = [guess_tokens(s, config.data, f"data.train.{i}") for i, s in enumerate(config.data.train)]
+    schedule = planner.schedule_run(plan, config, None if None in guesses else sum(guesses))
     log.info("%s -> %s", config.name, run_dir)
     log.info("machine: %s", plan.hardware.describe())
+    for line in plan_view.summary(plan, config, schedule):
+        log.info("%s", line)
     log.info("plan: %s", plan.describe())
+    for reason in plan.misfits:
+        log.warning("warning: it does not fit: %s %s; started by --force", plan.strategy.name, reason)
     for note in notes:
         log.info("note: %s", note)
 
@@ -222,6 +245,7 @@ def train(task: _Task, plan: Plan) -> None:
 
     from .callbacks import RunLog, peak_memory_bytes
     from .export import CHECKED_BLOCKS, save_model_folder
+    from .losses import use_chunked_loss
     from .models import load_model, token_bytes
     from .report import plot_loss, read_metrics
     from .trainer import FineTuneTrainer, build_training_args
@@ -266,6 +290,8 @@ def train(task: _Task, plan: Plan) -> None:
     model = load_model(materials.model_source, config, plan, materials.tokenizer)
     if plan.strategy.stage == 3 and not all(hasattr(p, "ds_id") for p in model.parameters()):
         raise RunError("ZeRO-3 was planned, but the weights were loaded whole on every rank")
+    if plan.chunked_loss:
+        use_chunked_loss(model)
     load_peak = _gathered(peak_memory_bytes("cpu"))
     if main:
         log.info("weights loaded: at most %.2f GiB of host memory per rank", max(load_peak) / GIB)
@@ -316,6 +342,8 @@ def train(task: _Task, plan: Plan) -> None:
             "peak_memory_bytes": peak,
             "host_peak_memory_bytes": host_peak,
             "host_peak_after_loading_bytes": load_peak,
+            "step_seconds": run_log.step_seconds / max(1, trainer.state.global_step),
+            "prediction": _compared(plan, peak, host_peak, run_log.step_seconds / max(1, trainer.state.global_step)),
             "wall_seconds": round(time.time() - started, 1),
             "check": None
             if materials.eval is None
@@ -334,6 +362,32 @@ def train(task: _Task, plan: Plan) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _compared(plan: Plan, peak: list[int], host_peak: list[int], step_seconds: float) -> dict:
+    """What the plan said beside what was seen; each with `error`, predicted / measured - 1."""
+    memory, timing = plan.memory, plan.timing
+    if memory is None:
+        return {}
+    rank = memory.tensor_bytes + (PROCESS_BYTES["cpu"] if plan.device == "cpu" else 0)
+    pairs = {
+        "peak_memory_bytes_per_rank": (rank, max(peak)),
+        "host_memory_bytes": (memory.host_bytes, sum(host_peak)),
+        "step_seconds": (timing.step_seconds if timing else None, step_seconds),
+    }
+    compared = {
+        name: {
+            "predicted": predicted,
+            "measured": measured,
+            "error": predicted / measured - 1 if predicted and measured else None,
+        }
+        for name, (predicted, measured) in pairs.items()
+    }
+    said = [
+        f"{name.replace('_', ' ')} {row['error']:+.1%}" for name, row in compared.items() if row["error"] is not None
+    ]
+    log.info("the plan was off by: %s", ", ".join(said))
+    return compared
 
 
 def _eval_figures(row: dict) -> dict:
@@ -393,7 +447,7 @@ def worker(stage: str, task_json: str) -> None:
         return verify(task)
     launched = launch.launched_ranks()
     ranks = launched if launched is not None else task.config.ranks
-    plan = plan_run(task.config, launched_ranks=ranks, can_build_ops=True)
+    plan = plan_run(task.config, launched_ranks=ranks, can_build_ops=True, force=True)  # the door has refused
     if stage == "prepare":
         return prepare(task, plan)
     if launched is not None:  # on another host nobody has set this rank's environment yet

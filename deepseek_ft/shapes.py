@@ -165,21 +165,26 @@ class ModelShape:
         return passes * (2 * body + attention) + trained * 2 * body + attention + (2 + trained) * 2 * head
 
     def stages(self, count: int, seq_len: int) -> list[int]:
-        """Layers of each pipeline stage: runs of layers whose slowest stage, the head's work counted, is the fastest."""
+        """Layers of each pipeline stage: the split whose slowest stage is the fastest, the head's work counted.
+
+        Among equals the first stage is the shortest: it also holds the embedding, and the most micro-batches at once.
+        Empty when there are fewer layers than stages.
+        """
         layer = 4 * 2 * (self.active_parameters - self.embedding_parameters) / self.layers
         layer += 4 * 2 * self.attention_width * seq_len
         head = 6 * self.vocab_size * self.hidden_size
         best = None
-        for last in range(self.layers + 1):
+        for last in range(1, self.layers + 1):
             rest = self.layers - last
-            sizes = [rest // (count - 1) + (i < rest % (count - 1)) for i in range(count - 1)] if count > 1 else []
+            front = max(1, count - 1)
+            sizes = [rest // front + (i >= front - rest % front) for i in range(count - 1)]
             if count > 1 and min(sizes, default=0) < 1:
                 continue
             if count == 1 and last != self.layers:
                 continue
             slowest = max([size * layer for size in sizes] + [last * layer + head])
-            if best is None or slowest < best[0]:
-                best = slowest, [*sizes, last]
+            if best is None or (slowest, sizes[:1]) < best[0]:
+                best = (slowest, sizes[:1]), [*sizes, last]
         return best[1] if best else []
 
 

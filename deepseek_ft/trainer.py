@@ -102,6 +102,7 @@ class FineTuneTrainer(Trainer):
                 betas=tuple(optim.betas),
                 eps=optim.eps,
                 adamw_mode=True,
+                fp32_optimizer_states=self.plan.strategy.moment_bytes == 8,
             )
         return super().create_optimizer(model)
 
