@@ -348,11 +348,10 @@ def _buffers(load: Workload, gradients_made: float) -> dict[str, float]:
     return parts
 
 
-def _layers(load: Workload) -> list[tuple[int, LayerKind, list[Op]]]:
+def _layers(tapes: list[tuple[LayerKind, list[Op]]]) -> list[tuple[int, LayerKind, list[Op]]]:
     """(index, kind, tape) of the first and the last layer of each kind: moments between them are never the fullest."""
     found, start = [], 0
-    for kind in load.shape.kinds:
-        tape = layer_tape(load, kind)
+    for kind, tape in tapes:
         found += [(i, kind, tape) for i in sorted({start, start + kind.count - 1})]
         start += kind.count
     return found
@@ -409,8 +408,8 @@ def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
         return total
 
     # -- activations that wait for the backward pass
-    tapes = {id(kind): layer_tape(load, kind) for kind in shape.kinds}
-    saved = [t * sum(op.saves for op in tapes[id(kind)]) for kind in shape.kinds for _ in range(kind.count)]
+    tapes = [(kind, layer_tape(load, kind)) for kind in shape.kinds]
+    saved = [t * sum(op.saves for op in tape) for kind, tape in tapes for _ in range(kind.count)]
     entering = stream * h * t  # of a layer: what checkpointing keeps instead
     kept = [entering if load.checkpointing else each for each in saved]
     norm_saves = FP32 * h + FP32 + (stream * h if load.adapter is None else 0)
@@ -475,9 +474,9 @@ def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
     trained_sizes = sizes
     if load.adapter is not None:
         trained_sizes = [
-            adapter_parameters(_only(shape, kind), load.adapter) for kind in shape.kinds for _ in range(kind.count)
+            size for kind in shape.kinds for size in [adapter_parameters(_only(shape, kind), load.adapter)] * kind.count
         ]
-    for i, kind, tape in _layers(load):
+    for i, kind, tape in _layers(tapes):
         above = (head if load.adapter is None else 0) + sum(trained_sizes[i + 1 :])
         casts = cast * (sizes[i] if load.checkpointing else sum(sizes[: i + 1]))
         grads_before = max(before, gradient * above if stay else 0.0)
@@ -559,6 +558,11 @@ def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
 def _only(shape: ModelShape, kind: LayerKind) -> ModelShape:
     """One layer of a kind, to count by."""
     return dataclasses.replace(shape, kinds=(dataclasses.replace(kind, count=1),))
+
+
+def resident_bytes(load: Workload) -> tuple[float, float]:
+    """What stays on a card from the first step to the last, and on the host: a lower bound that costs nothing."""
+    return sum(_resident(load).values()), load.world_size * sum(_offloaded(load).values())
 
 
 def _power_of_two(size: float) -> float:

@@ -18,7 +18,7 @@ from . import ops as ops_module
 from .config import Config, resource_dir
 from .errors import ConfigError, PlanError, listing
 from .hardware import GIB, Hardware, probe
-from .memory import Adapter, Memory, Workload, adapter_parameters, estimate
+from .memory import Adapter, Memory, Workload, adapter_parameters, estimate, resident_bytes
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
 from .timing import Timing, estimate_time
@@ -308,6 +308,19 @@ def _assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_
     return Candidate(strategy, memory, estimate_time(load, hardware), tuple(reasons), forbidden, fullness)
 
 
+def _states_fit(
+    config: Config, shape: ModelShape, strategy: Strategy, world_size: int, accumulation: int, hardware: Hardware
+) -> bool:
+    """The cheap half of `_assess`: whether at least what stays on card and host has room, before any activation."""
+    if not _can_choose(strategy, world_size):
+        return False
+    deepspeed = _shipped(strategy.name) if strategy.deepspeed else None
+    card, host = resident_bytes(
+        _workload(config, shape, strategy, world_size, accumulation, hardware.device, deepspeed)
+    )
+    return (not hardware.gpus or card <= usable_gpu_bytes(hardware, world_size)) and host <= usable_host_bytes(hardware)
+
+
 def _can_choose(strategy: Strategy, world_size: int) -> bool:
     return strategy.runs and strategy.chosen and (strategy.many_ranks or world_size == 1)
 
@@ -378,16 +391,21 @@ def _offers(config: Config, shape: ModelShape, names: list[str], world_size: int
 
     def fitting(changed: Config) -> Candidate | None:
         steps = _accumulation(changed, world_size)
+        possible = [n for n in names if _states_fit(changed, shape, STRATEGIES[n], world_size, steps, hardware)]
         return _fastest(
-            [_assess(changed, shape, STRATEGIES[n], world_size, steps, hardware) for n in names], world_size
+            [_assess(changed, shape, STRATEGIES[n], world_size, steps, hardware) for n in possible], world_size
         )
 
     found: list[Offer] = []
     kinds: set[str] = set()  # one offer of each kind is enough: the largest micro-batch, the longest sequence
 
     def consider(words: tuple[str, ...], changed: Config) -> None:
-        kind = "+".join(sorted({w.split("=")[0].replace("grad_accum_steps", "micro_batch_size") for w in words}))
-        if kind in kinds and not kind.startswith("method"):
+        keys = {
+            w if w.startswith("method") else w.split("=")[0].replace("grad_accum_steps", "micro_batch_size")
+            for w in words
+        }
+        kind = "+".join(sorted(keys))
+        if kind in kinds:
             return
         if len(found) < limit and (candidate := fitting(changed)) is not None:
             kinds.add(kind)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class LayerKind:
     weights: Mapping[str, tuple[int, ...]]
     """Name -> shape, as transformers names them below `model.layers.N.`; a linear layer is (out, in)."""
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.weights.values())
 
@@ -120,7 +121,7 @@ class ModelShape:
     dtype: str | None
     """Of the checkpoint, when the config says so."""
 
-    @property
+    @cached_property
     def layers(self) -> int:
         return sum(kind.count for kind in self.kinds)
 
@@ -129,11 +130,11 @@ class ModelShape:
         """Embedding and head together (once when tied)."""
         return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(kind.count * kind.parameters for kind in self.kinds) + self.hidden_size + self.embedding_parameters
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """Of these, what one token passes through: of a mixture of experts the chosen and the shared ones."""
         idle = sum(
