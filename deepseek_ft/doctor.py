@@ -660,6 +660,8 @@ def ring_bytes(ranks: int, size: int) -> float:
 
 
 def _cpu(seen: _Seen) -> Iterator[Finding]:
+    import psutil
+
     cores = _cores()
     models = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     says = f"{cores} cores of {models[1] if models else 'an unnamed processor'}"
@@ -671,6 +673,9 @@ def _cpu(seen: _Seen) -> Iterator[Finding]:
     if allowed < cores:
         yield Finding("CPU", "warn", f"{says}, but the container gets the time of {allowed:g}: more threads only get in each "
                       "other's way", f"export OMP_NUM_THREADS={max(1, int(allowed))}")  # fmt: skip
+    elif not seen.quick and (busy := psutil.cpu_percent(interval=0.3)) > 30:
+        yield Finding("CPU", "warn", f"{says}, {busy:.0f} % busy with other work: what is measured here comes out too slow",
+                      "top  # and run this again when the machine is quiet")  # fmt: skip
     else:
         yield Finding("CPU", "ok", says)
 

@@ -467,6 +467,15 @@ def test_a_containers_limit_is_named(monkeypatch):
     assert "this container's limit is 3.0 GiB" in memory.says
 
 
+def test_a_busy_machine_is_said(monkeypatch):
+    import psutil
+
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 80.0)
+    busy = only(doctor._cpu(_Seen()))
+    assert busy.state == "warn" and "80 % busy" in busy.says
+    assert only(doctor._cpu(_Seen(quick=True))).state == "ok", "nothing is measured then"
+
+
 def test_limits(monkeypatch):
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 2048))
     finding = only(doctor._limits(_Seen()))
