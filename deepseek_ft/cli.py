@@ -19,6 +19,7 @@ examples:
   deepseek-ft train deepseek-llm-7b/wikitext103_full data.path=wikitext-103 train.precision=bf16 --gpus 3
   deepseek-ft plan deepseek-llm-7b/wikitext103_full --gpus 3 --gpu rtx4090 --host-ram-gib 256
   deepseek-ft recipes deepseek-coder-7b/code_full        show a recipe, resolved
+  deepseek-ft doctor                                     what would go wrong on this machine
 """
 
 
@@ -68,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser("recipes", help="list the shipped recipes, or show one")
     recipes.add_argument("recipe", nargs="?")
     recipes.add_argument("overrides", nargs="*", metavar="key=value")
+
+    doctor = commands.add_parser("doctor", help="check this machine, and measure it")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument("--quick", action="store_true", help="look only, measure nothing")
+    doctor.add_argument("--clear-locks", action="store_true", help="first remove the locks of builds that were killed")
     return parser
 
 
@@ -176,6 +182,23 @@ def _recipes(arguments: argparse.Namespace) -> None:
         print(f"{name:{width}}  {summary}")
 
 
+def _doctor(arguments: argparse.Namespace) -> None:
+    import json
+
+    from . import doctor
+
+    if arguments.clear_locks:
+        doctor.clear_locks()
+    findings = doctor.examine(arguments.quick)
+    findings.append(doctor.remember(findings))
+    if arguments.json:
+        print(json.dumps(doctor.to_json(findings), indent=2))
+    else:
+        print(doctor.describe(findings, colour=sys.stdout.isatty()))
+    if any(finding.state == "fail" for finding in findings):
+        raise SystemExit(1)
+
+
 def _worker(words: list[str]) -> int:
     """`worker STAGE TASK`: a process that a run started for itself."""
     from . import launch
@@ -205,9 +228,12 @@ def main(argv: list[str] | None = None) -> int:
     unknown = [w for w in rest if w not in late]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; settings are written key=value, without dashes")
-    arguments.overrides += late
+    if late and "overrides" not in arguments:
+        parser.error(f"unrecognized arguments: {' '.join(late)}")
+    if late:
+        arguments.overrides += late
     set_up_logging()
-    action = {"train": _train, "plan": _plan, "recipes": _recipes}[arguments.command]
+    action = {"train": _train, "plan": _plan, "recipes": _recipes, "doctor": _doctor}[arguments.command]
     try:
         return guard(lambda: action(arguments))
     except BrokenPipeError:  # as in `deepseek-ft recipes | head -1`

@@ -152,12 +152,13 @@ def adopt_rank_environment(config: Config, plan: Plan) -> None:
         _check_port(int(os.environ["MASTER_PORT"]))
 
 
-def _check_port(port: int) -> None:
+def port_holder(port: int) -> str | None:
+    """None when the port is free, else who listens there, as in ` by python (process 7)`; empty when that is hidden."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
-            return
+            return None
         except OSError:
             pass
     import psutil
@@ -169,8 +170,14 @@ def _check_port(port: int) -> None:
                 holder = f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
     except psutil.Error:
         pass
-    raise PlanError(f"port {port} is taken{holder}; start with another, as in deepspeed --master_port={port + 1} ..., or "
-                    "use `deepseek-ft train`, which finds a free one")  # fmt: skip
+    return holder
+
+
+def _check_port(port: int) -> None:
+    holder = port_holder(port)
+    if holder is not None:
+        raise PlanError(f"port {port} is taken{holder}; start with another, as in deepspeed --master_port={port + 1} ..., or "
+                        "use `deepseek-ft train`, which finds a free one")  # fmt: skip
 
 
 def _needs_hub(config: Config) -> bool:

@@ -42,6 +42,13 @@ def _folders(op: str) -> list[Path]:
     return sorted(cache.glob(f"{tag}*/{name}"))
 
 
+def _all_folders() -> list[Path]:
+    """Every op's folder, of any library and any Python: a lock in one of them stops whoever builds there."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    locks = Path(root).glob("*/lock") if root else _default_root().glob("*/*/lock")
+    return sorted(lock.parent for lock in locks)
+
+
 def _versions() -> str:
     try:
         return f"torch {version('torch')} deepspeed {version('deepspeed')}"
@@ -49,25 +56,42 @@ def _versions() -> str:
         return ""
 
 
-def is_built(op: str) -> bool:
-    """Built by us, for the installed versions of torch and DeepSpeed."""
+def built_library(op: str) -> Path | None:
+    """The op, if it was built by us for the installed versions of torch and DeepSpeed."""
     for folder in _folders(op):
-        stamp = folder / _STAMP
-        if (folder / f"{_OPS[op][0]}.so").is_file() and stamp.is_file() and stamp.read_text() == _versions():
-            return not (folder / "lock").exists()
-    return False
+        library, stamp = folder / f"{_OPS[op][0]}.so", folder / _STAMP
+        if library.is_file() and stamp.is_file() and stamp.read_text() == _versions():
+            return None if (folder / "lock").exists() else library
+    return None
+
+
+def is_built(op: str) -> bool:
+    return built_library(op) is not None
+
+
+def missing_for_builds() -> list[str]:
+    """What a build needs and this machine lacks; Debian's python3 comes without Python.h."""
+    missing = []
+    if not (shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")):
+        missing.append("a C++ compiler")
+    if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
+        missing.append("ninja")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        missing.append("Python.h")
+    return missing
 
 
 def have_compiler() -> bool:
-    """A C++ compiler, ninja and Python's headers: Debian's python3 comes without the last."""
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        return False
-    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
-    return compiler is not None and (shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None)
+    """A C++ compiler, ninja and Python's headers."""
+    return not missing_for_builds()
 
 
 def available(ops: list[str] | tuple[str, ...]) -> bool:
     return all(is_built(op) for op in ops) or have_compiler()
+
+
+# ninja, and what it starts: compilers live on for a while when it is killed.
+_BUILDERS = {"ninja", "c++", "g++", "clang++", "cc1plus", "nvcc", "cicc", "ptxas", "cudafe++", "ld"}
 
 
 def _is_compiling(folder: Path) -> bool:
@@ -75,30 +99,36 @@ def _is_compiling(folder: Path) -> bool:
 
     for process in psutil.process_iter(["name"]):
         try:
-            if process.info["name"] == "ninja" and Path(process.cwd()) == folder:
+            if process.info["name"] in _BUILDERS and Path(process.cwd()) == folder:
                 return True
         except (psutil.Error, OSError):
             continue
     return False
 
 
-def clear_stale_locks(ops: list[str] | tuple[str, ...], older_than_seconds: float = 60) -> list[Path]:
-    """Remove `lock` files that no build holds any more; returns what was removed.
+def locks(ops: list[str] | tuple[str, ...] | None = None, older_than_seconds: float = 60) -> dict[Path, bool]:
+    """The `lock` files in the folders of `ops`, or of every op that torch knows of; True for those that are stale.
 
-    A lock is stale when it is older than the moments between taking it and starting ninja, and no ninja runs there.
+    A lock is stale when it is older than the moments between taking it and starting ninja, and no build runs there.
     """
-    removed = []
-    for op in ops:
-        for folder in _folders(op):
-            lock = folder / "lock"
-            try:
-                age = time.time() - lock.stat().st_mtime
-            except OSError:
-                continue
-            if age > older_than_seconds and not _is_compiling(folder):
-                lock.unlink(missing_ok=True)
-                removed.append(lock)
-                log.warning("removed %s, left behind by a build that was killed %.0f s ago", lock, age)
+    folders = _all_folders() if ops is None else [folder for op in ops for folder in _folders(op)]
+    found = {}
+    for folder in folders:
+        lock = folder / "lock"
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except OSError:
+            continue
+        found[lock] = age > older_than_seconds and not _is_compiling(folder)
+    return found
+
+
+def clear_stale_locks(ops: list[str] | tuple[str, ...] | None = None, older_than_seconds: float = 60) -> list[Path]:
+    """Remove `lock` files that no build holds any more; returns what was removed."""
+    removed = [lock for lock, stale in locks(ops, older_than_seconds).items() if stale]
+    for lock in removed:
+        lock.unlink(missing_ok=True)
+        log.warning("removed %s, left behind by a build that was killed", lock)
     return removed
 
 
@@ -132,10 +162,10 @@ def build(ops: list[str] | tuple[str, ...]) -> None:
 def _wait_for_others(op: str) -> None:
     """Until nobody holds torch's lock: a compiler that outlived its parent is let finish, then the lock is stale."""
     said = False
-    while locks := [f / "lock" for f in _folders(op) if (f / "lock").exists()]:
+    while held := list(locks([op])):
         if not clear_stale_locks([op], older_than_seconds=5):
             if not said:
-                log.info("waiting for another build of DeepSpeed's %s op (%s)", _OPS[op][0], locks[0])
+                log.info("waiting for another build of DeepSpeed's %s op (%s)", _OPS[op][0], held[0])
                 said = True
             time.sleep(1)
 
