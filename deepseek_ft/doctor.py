@@ -105,6 +105,13 @@ def remember(findings: Sequence[Finding]) -> Finding:
     constants = {name: value for finding in findings for name, value in finding.measured.items()}
     if not constants:
         return Finding("measured", "ok", "nothing measured")
+    if any(f.name == "CPU" and "busy" in f.says for f in findings):
+        return Finding(
+            "measured",
+            "warn",
+            "not kept: on a busy machine everything looks slower than it is",
+            "deepseek-ft doctor  # again, when it is quiet",
+        )
     try:
         gpus = _within(10, hardware.probe).gpus
         file = hardware.save_measured(gpus, hardware.read_measured(gpus) | constants)

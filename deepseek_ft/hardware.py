@@ -37,39 +37,79 @@ class GpuModel:
     memory_bytes_per_second: float
     compute_capability: tuple[int, int]
     pcie: int
-    """Generation."""
+    """Generation; all have sixteen lanes."""
+    nvlink_bytes_per_second: float
+    """Per direction, between the cards of one board; 0 where cards talk over PCIe."""
     source: str
 
-    @property
-    def has_bf16(self) -> bool:
-        return self.compute_capability >= (8, 0)
+
+# Peak figures as the makers of training software hold them, who cite NVIDIA's whitepapers and data sheets: IST-DASLab/llmq
+# (src/utilities/sol.cpp), karpathy/nanochat, pytorch/torchtitan, Lightning. GeForce cards run fp32 accumulation at half
+# their fp16-accumulation rate; the professional ones do not. Memory as nvidia-smi shows it, with ECC where it is always on.
+_SOL, _NANOCHAT, _TITAN, _LIGHTNING = "llmq sol.cpp", "nanochat", "torchtitan", "Lightning's throughput table"
+_SCALED = "scaled from the same chip by its SMs and clock"
+_ROWS = [
+    # name                        MiB    TFLOPS  GB/s  capability PCIe NVLink GB/s  source of the TFLOPS
+    ("GeForce RTX 4090",          24564, 165.2, 1008, (8, 9), 4, 0, f"{_SOL}; Ada whitepaper"),
+    ("GeForce RTX 4090 D",        24564, 147.1, 1008, (8, 9), 4, 0, _SCALED),
+    ("GeForce RTX 4080",          16376, 97.5, 717, (8, 9), 4, 0, f"{_SOL}; Ada whitepaper"),
+    ("GeForce RTX 4080 SUPER",    16376, 104.5, 736, (8, 9), 4, 0, _SCALED),
+    ("GeForce RTX 4070 Ti SUPER", 16376, 88.2, 672, (8, 9), 4, 0, _SCALED),
+    ("GeForce RTX 3090",          24576, 71.0, 936, (8, 6), 4, 0, f"{_SOL}; GA102 whitepaper"),
+    ("GeForce RTX 3090 Ti",       24564, 80.0, 1008, (8, 6), 4, 0, _SOL),
+    ("GeForce RTX 5090",          32607, 209.5, 1792, (12, 0), 5, 0, f"{_SOL}; RTX Blackwell whitepaper"),
+    ("GeForce RTX 5080",          16303, 112.6, 960, (12, 0), 5, 0, _SOL),
+    ("RTX A5000",                 24564, 111.1, 768, (8, 6), 4, 0, _SCALED),
+    ("RTX A6000",                 49140, 154.8, 768, (8, 6), 4, 0, _SOL),
+    ("RTX 4500 Ada",              24570, 158.5, 432, (8, 9), 4, 0, _SCALED),
+    ("RTX 5000 Ada",              32760, 261.1, 576, (8, 9), 4, 0, _SCALED),
+    ("RTX 6000 Ada",              49140, 364.2, 960, (8, 9), 4, 0, _SOL),
+    ("L4",                        23034, 121.0, 300, (8, 9), 4, 0, f"{_SOL}; a 72 W card will not hold it"),
+    ("L40S",                      46068, 362.0, 864, (8, 9), 4, 0, f"{_TITAN}; llmq's author reaches 230"),
+    ("A10",                       23028, 125.0, 600, (8, 6), 4, 0, _LIGHTNING),
+    ("A10G",                      23028, 70.0, 600, (8, 6), 4, 0, "not verified: sources say 62.5 to 125"),
+    ("T4",                        15360, 65.0, 320, (7, 5), 3, 0, _LIGHTNING),
+    ("V100",                      32768, 125.0, 900, (7, 0), 3, 0, _LIGHTNING),
+    ("V100 SXM2",                 32768, 125.0, 900, (7, 0), 3, 150, _LIGHTNING),
+    ("A100",                      81920, 312.0, 1935, (8, 0), 4, 0, _NANOCHAT),
+    ("A100 40GB",                 40960, 312.0, 1555, (8, 0), 4, 0, _NANOCHAT),
+    ("A100 SXM4",                 81920, 312.0, 2039, (8, 0), 4, 300, _NANOCHAT),
+    ("A100 SXM4 40GB",            40960, 312.0, 1555, (8, 0), 4, 300, _NANOCHAT),
+    ("H100",                      81559, 989.4, 3350, (9, 0), 5, 450, _TITAN),
+    ("H100 PCIe",                 81559, 756.0, 2000, (9, 0), 5, 0, _TITAN),
+    ("H200",                      143771, 989.4, 4800, (9, 0), 5, 450, _TITAN),
+    ("H20",                       97871, 148.0, 4000, (9, 0), 5, 450, "vendors' tables"),
+]  # fmt: skip
 
 
-def _row(
-    name: str, gib: float, tflops: float, gb_per_s: float, capability: tuple[int, int], pcie: int, source: str
-) -> GpuModel:
-    return GpuModel(name, int(gib * GIB), tflops * 1e12, gb_per_s * 1e9, capability, pcie, source)
+def _words(name: str) -> list[str]:
+    return [
+        w
+        for w in re.split(r"[^a-z0-9]+", name.lower())
+        if w not in ("", "nvidia", "geforce", "tesla", "generation", "gpu")
+    ]
 
 
-_ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A"
-_GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper, table 9"
-_DATASHEET = "NVIDIA data sheet, half of its figure with sparsity"
 GPUS: dict[str, GpuModel] = {
-    "rtx4090": _row("GeForce RTX 4090", 23.988, 165.2, 1008, (8, 9), 4, _ADA),
-    "rtx3090": _row("GeForce RTX 3090", 24.0, 71.0, 936, (8, 6), 4, _GA102),
+    "".join(_words(name)): GpuModel(name, mib * 2**20, tflops * 1e12, gb * 1e9, capability, pcie, nvlink * 1e9, source)
+    for name, mib, tflops, gb, capability, pcie, nvlink, source in _ROWS
 }
 
 
-def gpu_key(name: str) -> str:
-    """`NVIDIA GeForce RTX 4090` -> `rtx4090`: how a card is called on the command line."""
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"nvidia|geforce|tesla|generation", "", name.lower()))
-
-
 def gpu_model(name: str) -> GpuModel | None:
-    """The table's row for a card, by its NVML name or its key; the longest matching key wins (`rtx3090ti`)."""
-    key = gpu_key(name)
-    matching = [k for k in GPUS if key == k or key.startswith(k) and not key[len(k) :].startswith("ti")]
-    return GPUS[max(matching, key=len)] if matching else None
+    """The table's row for a card, by its NVML name (`NVIDIA GeForce RTX 4090`) or as people write it (`rtx4090`, `4090`).
+
+    The row that shares the most words with the name and has no other. Laptop cards share names and nothing else.
+    """
+    words = _words(name)
+    joined = "".join(words)
+    for key in (joined, f"rtx{joined}"):
+        if key in GPUS:
+            return GPUS[key]
+    if {"laptop", "mobile", "max"} & set(words):
+        return None
+    matching = [model for model in GPUS.values() if set(_words(model.name)) <= set(words)]
+    return max(matching, key=lambda model: len(_words(model.name)), default=None)
 
 
 # Copies between host and card, bytes per second: about 80 % of the link's raw rate, as bandwidthTest shows with pinned
@@ -238,7 +278,7 @@ def described(
 
     Args:
         gpus: how many cards; 0 plans for CPU ranks. Three when only `gpu` is given.
-        gpu: a key of `GPUS`.
+        gpu: a card of `GPUS`, as people write it.
         pcie: lanes of each card such as `["x16", "x8", "x4"]`, or one for all.
         constants: of `timing.CONSTANTS`, in place of the assumed or measured ones.
 
