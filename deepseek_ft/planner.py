@@ -326,19 +326,18 @@ def _can_choose(strategy: Strategy, world_size: int) -> bool:
 
 
 def _fastest(candidates: list[Candidate], world_size: int) -> Candidate | None:
-    """Of those that fit: with a margin before without, exact updates before rounded ones, then the fastest.
+    """Of those that fit: exact updates before rounded ones, with a margin before without, then the fastest.
 
-    Without figures for the cards the table's order decides, which is from the least sharding to the most.
+    Within 5 %, which is more than the estimate can tell apart, and where there is no estimate, the table's order decides:
+    from the least sharding to the most.
     """
     able = [c for c in candidates if c.fits and _can_choose(c.strategy, world_size)]
     if not able:
         return None
-
-    def rank(candidate: Candidate) -> tuple:
-        speed = -candidate.timing.tokens_per_second if candidate.timing else 0.0
-        return candidate.strategy.rounds_updates, candidate.tight, speed
-
-    return min(able, key=rank)
+    best = min((c.strategy.rounds_updates, c.tight) for c in able)
+    peers = [c for c in able if (c.strategy.rounds_updates, c.tight) == best]
+    fastest = max((c.timing.tokens_per_second for c in peers if c.timing), default=0.0)
+    return next(c for c in peers if not c.timing or c.timing.tokens_per_second >= 0.95 * fastest)
 
 
 # ---------------------------------------------------------------------------------------- when nothing fits
@@ -550,7 +549,10 @@ def plan_run(
 
     offers: tuple[Offer, ...] = ()
     if chosen.reasons and shape is not None:
-        offers = _offers(config, shape, names, world_size, accumulation, hardware)
+        free = (
+            names if hardware.device == "cuda" else [n for n in names if n == strategy.name]
+        )  # CPU ranks rehearse this one
+        offers = _offers(config, shape, free, world_size, accumulation, hardware)
         if not force:
             raise PlanError(refusal(config, chosen, candidates, offers, hardware, world_size))
 
@@ -707,7 +709,8 @@ def figures(candidate: Candidate) -> str:
     memory, timing = candidate.memory, candidate.timing
     words = []
     if memory is not None:
-        words = [f"{memory.gpu_bytes / GIB:.1f} GiB per GPU, {memory.host_bytes / GIB:.0f} GiB host"]
+        each = "GPU" if "CUDA context and NCCL" in memory.gpu else "rank"
+        words = [f"{memory.gpu_bytes / GIB:.1f} GiB per {each}, {memory.host_bytes / GIB:.0f} GiB host"]
     if timing is not None:
         words.append(f"about {timing.tokens_per_second:,.0f} tokens/s")
     return ", ".join(words)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 from .hardware import Hardware
-from .memory import Workload, _trained
+from .memory import Workload, _trained, layer_tape
 
 # ---------------------------------------------------------------------------------------------- the constants
 
@@ -29,8 +29,8 @@ class Constant:
 
 CONSTANTS: dict[str, Constant] = {
     "compute_efficiency": Constant(
-        0.86, 0.72, 0.92, "share of the peak that the matrix products of a step reach: fitted on LLaMA-Factory's published "
-        "4090 rows (llmq, benchmarks/4090x1.md and 4090x4.md)"),
+        0.92, 0.75, 1.0, "share of the peak that matrix products reach: fitted on LLaMA-Factory's published 4090 rows (llmq, "
+        "benchmarks/4090x1.md and 4090x4.md); 159 to 167 TFLOPS have been measured for large ones alone"),
     "collective_bytes_per_second": Constant(
         5.2e9, 3.5e9, 12e9, "per card and direction, without peer-to-peer and not hidden: fitted on the same rows; NCCL has "
         "been seen at up to 12 GB/s between two 4090s"),
@@ -114,12 +114,12 @@ def _values(hardware: Hardware, world_size: int, end: str | None) -> dict[str, f
     links = [g.pcie_bytes_per_second for g in hardware.gpus[:world_size] if g.pcie_bytes_per_second]
     if links and "pcie_bytes_per_second" not in hardware.measured:
         values["pcie_bytes_per_second"] = min(links) * {None: 1.0, "low": 0.8, "high": 1.05}[end]
-    if (
-        "collective_bytes_per_second" not in hardware.measured
-    ):  # what passes through the host is bound by the slowest link
-        values["collective_bytes_per_second"] = min(
+    if "collective_bytes_per_second" not in hardware.measured:
+        nvlink = min((g.model.nvlink_bytes_per_second for g in hardware.gpus[:world_size] if g.model), default=0.0)
+        through_host = min(
             values["collective_bytes_per_second"], 0.6 * values["pcie_bytes_per_second"]
-        )
+        )  # the slowest link
+        values["collective_bytes_per_second"] = nvlink * {None: 0.7, "low": 0.4, "high": 0.85}[end] or through_host
     return values
 
 
@@ -133,15 +133,20 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     passes = 4 if load.checkpointing else 3
     flops = shape.flops_per_token(load.seq_len, load.checkpointing, trained=1.0 if load.adapter is None else 0.0)
 
-    compute = {
-        "GPU math": t * flops / (peak * c["compute_efficiency"]),
-        "GPU memory": passes * n * e / bandwidth,
-        "kernel launches": passes * shape.layers * KERNELS_PER_LAYER * c["launch_seconds"],
-    }
+    # What is saved for the backward pass is written and read about once a pass; the loss moves its logits twelve times.
+    saved = sum(kind.count * sum(op.saves for op in layer_tape(load, kind)) for kind in shape.kinds)
+    micro = max(
+        {
+            "GPU math": t * flops / (peak * c["compute_efficiency"]),
+            "GPU memory": t * (passes * saved + 24 * shape.vocab_size) / bandwidth,
+        },
+        {"GPU memory": passes * n * e / bandwidth},  # a small micro-batch waits for the weights,
+        {"kernel launches": passes * shape.layers * KERNELS_PER_LAYER * c["launch_seconds"]},  # or for the host
+        key=lambda parts: sum(parts.values()),
+    )
     if s.pipeline:
-        return _pipeline_parts(load, compute, bandwidth, c)
-    limit = max(compute, key=lambda name: compute[name])
-    parts = {limit: steps * compute[limit]}
+        return _pipeline_parts(load, micro, bandwidth, c)
+    parts = {name: steps * seconds for name, seconds in micro.items()}
 
     def add(name: str, seconds: float) -> None:
         if seconds > 0:
@@ -180,27 +185,28 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
 
 
 def _pipeline_parts(
-    load: Workload, compute: Mapping[str, float], bandwidth: float, c: Mapping[str, float]
+    load: Workload, micro: Mapping[str, float], bandwidth: float, c: Mapping[str, float]
 ) -> dict[str, float]:
-    """1F1B: m micro-batches through p stages take m + p - 1 turns of the slowest stage (GPipe, arXiv:1811.06965 §2.3)."""
+    """1F1B: m micro-batches through p stages take m + p - 1 turns of the slowest stage (GPipe, arXiv:1811.06965 §2.3).
+
+    Args:
+        micro: seconds of one micro-batch through the whole model on one card.
+    """
     shape, p = load.shape, load.world_size
     sizes = shape.stages(p, load.seq_len)
     micro_batches = load.grad_accum_steps * p  # the step of a data-parallel run with the same settings
     layer = 4 * 2 * (shape.active_parameters - shape.embedding_parameters) / shape.layers
     head = 6 * shape.vocab_size * shape.hidden_size
-    whole = layer * shape.layers + head
-    slowest = max(*(size * layer for size in sizes[:-1]), sizes[-1] * layer + head) / whole if p > 1 else 1.0
-    limit = max(compute, key=lambda name: compute[name])
-    turn = compute[limit] * slowest
+    costs = [size * layer for size in sizes]
+    costs[-1] += head
+    slowest = max(costs) / sum(costs)
     boundary = 2 * load.tokens * shape.hidden_size * load.element / c["collective_bytes_per_second"]
     touched = 2 * load.strategy.master_bytes + 2 * load.strategy.moment_bytes + 2 * load.element
-    update = shape.parameters / p * touched / bandwidth
-    return {
-        limit: micro_batches * turn,
-        "pipeline bubble": (p - 1) * turn,
-        "collectives": (micro_batches + p - 1) * boundary,
-        "GPU memory": update if limit != "GPU memory" else micro_batches * turn + update,
-    }
+    parts = {name: micro_batches * slowest * seconds for name, seconds in micro.items()}
+    parts["GPU memory"] = parts.get("GPU memory", 0.0) + shape.parameters / p * touched / bandwidth
+    parts["pipeline bubble"] = (p - 1) * slowest * sum(micro.values())
+    parts["collectives"] = (micro_batches + p - 1) * boundary
+    return parts
 
 
 def estimate_time(load: Workload, hardware: Hardware) -> Timing | None:

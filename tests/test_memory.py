@@ -24,7 +24,7 @@ from deepseek_ft.shapes import PRESETS, PUBLISHED, find_shape, shape_from_config
 from deepseek_ft.strategies import STRATEGIES
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import memory as bench  # noqa: E402
+import memory as bench
 
 SEVEN = find_shape("deepseek-ai/deepseek-llm-7b-base")
 LITE = find_shape("deepseek-ai/DeepSeek-V2-Lite")
