@@ -23,8 +23,17 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 CONTEXT_BYTES = int(0.9 * 1024**3)
 # What PyTorch's caching allocator holds beyond the live tensors: blocks cut to 2 MiB, and gaps. Assumed, not measured.
 SLACK = 0.04
-# A rank's Python, torch and CUDA libraries, resident on the host; without CUDA it is measured (docs/benchmarks.md).
-PROCESS_BYTES = {"cuda": int(2.0 * 1024**3), "cpu": int(0.6 * 1024**3)}
+
+
+def process_bytes(device: str, precision: str) -> int:
+    """A rank's Python and libraries, resident on the host: assumed with CUDA, measured without (docs/benchmarks.md).
+
+    On the CPU, 16-bit products bring oneDNN's repacked weights and scratch along.
+    """
+    gib = 2.0 if device == "cuda" else 0.6 if precision == "fp32" else 1.0
+    return int(gib * 1024**3)
+
+
 LOSS_ELEMENTS = 2**25
 """Logits that the chunked loss holds at a time, in elements."""
 SUB_GROUP = 1_000_000_000
@@ -610,7 +619,7 @@ def _offloaded(load: Workload) -> dict[str, float]:
 def _host(load: Workload, gpu_tensors: int) -> tuple[str, dict[str, int]]:
     """Host memory of all ranks together, at the fuller of two moments: loading the weights, and training."""
     w = load.world_size
-    processes = {"processes": w * PROCESS_BYTES[load.device]}
+    processes = {"processes": w * process_bytes(load.device, load.precision)}
     # Every rank reads the whole model, but under ZeRO-3, where it keeps its shard and files are mapped, not read.
     whole = load.shape.parameters * (FP32 if load.autocast else load.element)
     loading = {"loading the weights": whole * (1 if load.strategy.stage == 3 or load.strategy.pipeline else w)}

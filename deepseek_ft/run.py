@@ -21,7 +21,6 @@ from . import checkpoints, launch, ops, plan_view, planner
 from .config import Config, load_config, to_dict, to_yaml
 from .errors import CheckpointError, DataError, PlanError, RunError
 from .hardware import GIB
-from .memory import PROCESS_BYTES
 from .planner import Plan, plan_run
 from .report import RunResult
 
@@ -369,7 +368,8 @@ def _compared(plan: Plan, peak: list[int], host_peak: list[int], step_seconds: f
     memory, timing = plan.memory, plan.timing
     if memory is None:
         return {}
-    rank = memory.tensor_bytes + (PROCESS_BYTES["cpu"] if plan.device == "cpu" else 0)
+    # On a card the allocator's peak is compared; a CPU rank's peak is all that is resident, its share of the host.
+    rank = memory.tensor_bytes if plan.device == "cuda" else memory.host_bytes // plan.world_size
     pairs = {
         "peak_memory_bytes_per_rank": (rank, max(peak)),
         "host_memory_bytes": (memory.host_bytes, sum(host_peak)),

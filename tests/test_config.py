@@ -193,7 +193,7 @@ def test_an_override_replaces_the_alternative_of_the_recipe():
      (["optim.betas=[0.9]"], "two numbers"), (["optim.betas=[0.9, 1.0]"], "two numbers"),
      (["optim.min_lr_ratio=2"], "between 0 and 1"), (["data.train=[]"], "no source"), (["strategy=zero4"], "zero3"),
      (["data.train.0.split=tset"], "known: train"), (["data.train.0.holdout=1.5"], "between 0 and 1"),
-     (["data.train.0=x"], "list of sources"), (["method.kind=lora"], "known: full"), (["data.seq_len=1"], "no next token")],
+     (["data.train.0=x"], "list of sources"), (["method.kind=loraa"], "Did you mean lora?"), (["data.seq_len=1"], "no next token")],
 )  # fmt: skip
 def test_contradictions_and_ranges(words, expected):
     assert expected in problems("quickstart", words)

@@ -44,8 +44,12 @@ SINGLE = ("strategy=single", "train.micro_batch_size=6")
      (("strategy=ddp",), "DistributedDataParallel", None, 3),
      (("strategy=zero2",), "DeepSpeedEngine", 2, 3),
      (("strategy=zero3",), "DeepSpeedEngine", 3, 3),
-     (("strategy=zero3", "train.micro_batch_size=1", "ranks=2"), "DeepSpeedEngine", 3, 2)],
-    ids=["accumulated", "ddp", "zero2", "zero3", "zero3-two-ranks-accumulated"],
+     (("strategy=zero3", "train.micro_batch_size=1", "ranks=2"), "DeepSpeedEngine", 3, 2),
+     (("strategy=zero3", "train.loss=chunked"), "DeepSpeedEngine", 3, 3),
+     pytest.param(("strategy=ddp", "train.loss=chunked"), "DistributedDataParallel", None, 3, marks=pytest.mark.slow),
+     pytest.param(("strategy=zero2", "train.loss=chunked", "train.micro_batch_size=1"), "DeepSpeedEngine", 2, 3, marks=pytest.mark.slow)],
+    ids=["accumulated", "ddp", "zero2", "zero3", "zero3-two-ranks-accumulated", "zero3-chunked-loss", "ddp-chunked-loss",
+         "zero2-chunked-loss-accumulated"],
 )  # fmt: skip
 def test_same_curve_as_one_process(curve, words, engine, stage, ranks):
     losses, norms, reference = curve(*SINGLE)
