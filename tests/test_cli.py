@@ -32,7 +32,7 @@ def test_recipes_are_listed_and_shown(tmp_path):
      (["train", "quickstart", "data.train=[{source: code}]"], "needs a path"),
      (["train", "quickstart", "data.train.0.path=/nowhere"], "no file or folder"),
      (["train", "quickstart", "data.train=[{source: textt}]"], "Did you mean text"),
-     (["train", "quickstart", "data.seq_len=1e8", "strategy=single"], "data.seq_len=100000000"),
+     (["train", "quickstart", "data.seq_len=1e8", "strategy=single"], "seq_len 100000000"),
      (["train", "quickstart", "train.global_batch_size=7"], "cannot be cut"),
      (["train", "quickstart", "--resume"], "nothing to resume"),
      (["recipes", "nope"], "no recipe named")],
@@ -69,8 +69,8 @@ def test_offline_hub_is_said_in_seconds(tmp_path):
     """Model or data by hub id on a machine that does not reach the hub (casebook DAT-8)."""
     env = clean_environment(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "hf"))
     for words, name in (
-        (["deepseek-llm-7b/wikitext103_full", "strategy=single", "train.precision=bf16"], "Salesforce/wikitext"),
-        (["quickstart", "model.path=deepseek-ai/deepseek-llm-7b-base", "strategy=single"], "deepseek-llm-7b-base"),
+        (["deepseek-llm-7b/wikitext103_full", "strategy=single", "train.precision=bf16", "--force"], "Salesforce/wikitext"),
+        (["quickstart", "model.path=deepseek-ai/deepseek-llm-7b-base", "strategy=single", "--force"], "deepseek-llm-7b-base"),
     ):
         done = cli("train", *words, cwd=tmp_path, env=env, timeout=60)
         assert done.returncode == 2 and name in done.stdout, done.stdout

@@ -51,7 +51,7 @@ def test_shipped_files(name):
         assert row[key] == "auto"
     if strategy.stage == 3:
         assert zero["stage3_gather_16bit_weights_on_model_save"] is True
-    overrides = {"train.precision": "bf16"} if name == "zero3_bf16" else {}
+    overrides = {"train.precision": "bf16"} if name.endswith("_bf16") else {}
     overrides |= {"optim.schedule": "warmup"} if name == "zero3_warmup" else {}
     completed, wrong, notes = check(row, f"{name}.json", load_config(RECIPE, overrides), BATCH)
     assert not wrong and not notes and completed == row

@@ -35,7 +35,9 @@ def test_planning_a_recipe_loads_no_torch():
 
 
 def test_help_and_recipes_load_no_torch():
-    for words in (["--help"], ["recipes"], ["recipes", "quickstart"]):
+    card = ["--gpu", "rtx4090", "--host-ram-gib", "256", "--disk-gib", "2000"]
+    for words in (["--help"], ["recipes"], ["recipes", "quickstart"], ["plan", "quickstart"],
+                  ["plan", "deepseek-llm-7b/wikitext103_full", *card], ["plan", "quickstart", *card, "--json"]):  # fmt: skip
         code = f"""
 from deepseek_ft.cli import main
 try:

@@ -107,7 +107,7 @@ def test_an_unreachable_hub_is_known_in_seconds(monkeypatch):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
-    config = load_config("deepseek-llm-7b/wikitext103_full")
+    config = load_config("deepseek-llm-7b/wikitext103_full", ["train.precision=bf16"])
     environment, notes = launch.child_environment(config, plan_run(config, THREE_4090, can_build_ops=True), 1)
     assert environment["HF_HUB_OFFLINE"] == "1" and any("does not answer" in n for n in notes)
 

@@ -59,6 +59,9 @@ def check_finished(result: dict, engine="DeepSpeedEngine", stage=3, ranks=3):
         assert (result["folder"] / name).exists(), name
     assert result["last_loss"] < result["first_loss"] and result["tokens_per_second"] > 0
     assert result["after"]["perplexity"] < result["before"]["perplexity"]
+    for predicted in ("peak_memory_bytes_per_rank", "host_memory_bytes"):  # beside what was measured
+        row = result["prediction"][predicted]
+        assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1) and abs(row["error"]) < 0.3, row
     assert result["versions"]["deepspeed"] and result["steps"] == result["config"]["train"]["max_steps"]
 
 
@@ -253,3 +256,31 @@ strategy: zero3
     assert result["before"]["perplexity"] > 50_000 and result["after"]["perplexity"] < 10_000
     assert result["after"]["word_perplexity"] > result["after"]["perplexity"]
     assert perplexity_of_folder(result, cache)["perplexity"] == pytest.approx(result["after"]["perplexity"], rel=1e-4)
+
+
+SMALL_HOST = """
+import psutil
+real = psutil.virtual_memory
+psutil.virtual_memory = lambda: real()._replace(total=int(2.3 * 1024**3))
+"""
+
+
+def test_what_does_not_fit_is_refused_and_can_be_forced(tiny_recipe, tmp_path):
+    """On a host that says it has 2.3 GiB, of which 2 are the system's: exit code 2 in seconds, nothing written; --force runs."""
+    (tmp_path / "sitecustomize.py").write_text(SMALL_HOST)
+    env = clean_environment(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    words = ("train", tiny_recipe, "strategy=single", "train.max_steps=2")
+    refused = cli(*words, cwd=tmp_path, env=env)
+    assert refused.returncode == 2 and "Traceback" not in refused.stdout, refused.stdout
+    assert "GiB of host memory, 0.3 of 2 are usable" in refused.stdout and "--force" in refused.stdout
+    assert not (tmp_path / "runs").exists()
+    forced = cli(*words, "--force", cwd=tmp_path, env=env)
+    assert forced.returncode == 0 and "warning: it does not fit: single needs" in forced.stdout, forced.stdout[-3000:]
+    assert newest_run(tmp_path)["status"] == "finished"
+
+
+def test_what_is_only_planned_does_not_train(tiny_recipe, tmp_path):
+    for words, said in ((("method.kind=lora",), "planned by this version and not trained"),
+                        (("strategy=pipeline", "train.precision=bf16"), "planned by this version and not run")):  # fmt: skip
+        done = cli("train", tiny_recipe, *words, cwd=tmp_path)
+        assert done.returncode == 2 and said in done.stdout and not (tmp_path / "runs").exists(), done.stdout

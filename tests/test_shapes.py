@@ -46,6 +46,42 @@ def test_published_models_are_counted_as_on_the_meta_device(name):
     assert sum(p.numel() for p in model.parameters()) == find_shape(f"deepseek-ai/{name}").parameters == COUNTS[name]
 
 
+@pytest.mark.parametrize("config", [*PRESETS.values(), *(PUBLISHED[f"deepseek-ai/{n}"] for n in ("deepseek-llm-7b-base", "DeepSeek-V2-Lite",
+                                    "DeepSeek-R1-Distill-Qwen-7B", "DeepSeek-R1-0528-Qwen3-8B")),
+                                    {**PRESETS["tiny-llama"], "attention_bias": True, "mlp_bias": True}])  # fmt: skip
+def test_layers_are_transformers_parameter_for_parameter(config):
+    """Names and shapes, which the memory model and adapters build on."""
+    model, shape = on_the_meta_device(config), shape_from_config(config)
+    theirs = {n.removeprefix("model.layers."): tuple(p.shape) for n, p in model.named_parameters() if ".layers." in n}
+    ours, start = {}, 0
+    for kind in shape.kinds:
+        for i in range(start, start + kind.count):
+            ours |= {f"{i}.{name}": weight for name, weight in kind.weights.items()}
+        start += kind.count
+    assert ours == theirs and shape.layers == config["num_hidden_layers"]
+
+
+def test_a_hub_model_in_the_local_cache_is_planned_from_there(tmp_path, monkeypatch):
+    """Its own config, also for an id that the table knows; nothing is downloaded."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for owner, name in (("somebody", "mine"), ("deepseek-ai", "deepseek-llm-7b-base")):
+        repository = tmp_path / f"models--{owner}--{name}"
+        snapshot = repository / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("abc")
+        assert find_shape(f"{owner}/{name}") == (find_shape("deepseek-ai/deepseek-llm-7b-chat") if owner == "deepseek-ai" else None)
+        (snapshot / "config.json").write_text(json.dumps(PRESETS["tiny-qwen3"]))
+        assert find_shape(f"{owner}/{name}") == find_shape("preset:tiny-qwen3")
+
+
+def test_pipeline_stages():
+    seven = find_shape("deepseek-ai/deepseek-llm-7b-base")
+    assert seven.stages(3, 1024) == [10, 11, 9] and seven.stages(1, 1024) == [30] and seven.stages(31, 1024) == []
+    for stages in range(2, 9):
+        assert sum(seven.stages(stages, 1024)) == 30 and min(seven.stages(stages, 1024)) >= 1
+
+
 def test_the_671_billion():
     shape = find_shape("deepseek-ai/DeepSeek-R1")
     assert shape.parameters == pytest.approx(671e9, rel=1e-3) and shape.active_parameters == pytest.approx(
