@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Config, load_config, to_dict
 from .errors import CheckpointError, ConfigError, listing
+from .strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from .planner import Plan
@@ -264,6 +266,19 @@ def choose_run_dir(
     if existing:
         notes.append(f"{base} is taken: this run goes to {free}")
     return free, None, notes
+
+
+def size_bytes(folder: Path) -> int:
+    """Of all files below a folder."""
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+def as_begun(run_dir: Path, config: Config) -> Config:
+    """`strategy: auto` resumed is what it was decided to be, whatever the machine's free disk or measured speed now say."""
+    name = (read_json(run_dir / "run.json").get("plan") or {}).get("strategy")
+    if config.strategy == "auto" and config.deepspeed is None and name in STRATEGIES:
+        return dataclasses.replace(config, strategy=name)
+    return config
 
 
 _MAY_CHANGE = {"train.epochs", "train.max_steps", "train.log_steps", "train.eval_steps", "train.save_steps",

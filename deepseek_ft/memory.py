@@ -509,10 +509,15 @@ def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
     if load.adapter is None:
         flying = 0.0 if stay and load.grad_accum_steps == 1 and not load.autocast else in_flight(head)
         norm64 = FP64 * (head / w if s.stage == 3 else min(head, n / w)) if s.offload_optimizer else 0
-        yield "gradient of the embedding", moment(
-            n, activations=rotary, gradients=gradient * n if stay else 0.0, working_memory=e * h * t + flying + norm64 + (e * head if shape.tied else 0),
-            gathered_weights=e * head if s.stage == 3 and not shape.tied else 0,
-        )  # fmt: skip
+        last = {"activations": rotary, "gradients": gradient * n if stay else 0.0,
+                "gathered_weights": e * head if s.stage == 3 and not shape.tied else 0}  # fmt: skip
+        tied = e * head if shape.tied else 0  # both gradients of a tied table, before they are added
+        yield "gradient of the embedding", moment(n - head, working_memory=e * h * t + flying + tied, **last)
+        # What went into a bucket is let go before the bucket is flattened; what is larger than one stays.
+        yield (
+            "gradient of the embedding, reduced",
+            moment(n, working_memory=norm64 + (flying if head > bucket or s.stage == 3 else 0), **last),
+        )
 
     # -- the update
     if s.offload_optimizer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from .config import Config
 from .data.sources import Corpus
 from .errors import CheckpointError, ConfigError
 from .planner import Plan
-from .shapes import PRESETS
+from .shapes import PRESETS, preset_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -208,10 +207,8 @@ def _make_preset(name: str, tokenizer: PreTrainedTokenizerFast, seed: int, cache
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-    shape = dict(PRESETS[name])
+    shape = preset_config(name, len(tokenizer))
     kind = shape.pop("model_type")
-    if not len(tokenizer) <= shape["vocab_size"] <= 1.1 * len(tokenizer):
-        shape["vocab_size"] = math.ceil(len(tokenizer) / 64) * 64
     shape |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
               "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
     made_of = json.dumps([1, kind, shape, seed, torch.__version__], sort_keys=True)

@@ -498,7 +498,7 @@ def plan_run(
         ConfigError: the model path, or a DeepSpeed file that contradicts the recipe.
     """
     hardware = hardware or probe(config.output_dir)
-    shape = find_shape(config.model.path)
+    shape = find_shape(config.model.path, config.model.tokenizer)
     notes: list[str] = []
     single = config.strategy == "single"
     world_size = _world_size(config, hardware, launched_ranks, single)

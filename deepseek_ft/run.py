@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from . import checkpoints, launch, ops, plan_view, planner
 from .config import Config, load_config, to_dict, to_yaml
 from .errors import CheckpointError, DataError, PlanError, RunError
-from .hardware import GIB
+from .hardware import GIB, probe
 from .planner import Plan, plan_run
 from .report import RunResult
 
@@ -62,9 +62,14 @@ def finetune(
     config = load_config(recipe, overrides, **sections)
     launched = launch.launched_ranks()
     on_hosts, here = launch.read_hostfile(hostfile) if hostfile is not None else (None, True)
-    plan = plan_run(config, launched_ranks=launched if launched is not None else on_hosts, force=force)
-    _can_train(config, plan)
     run_dir, checkpoint, notes = checkpoints.choose_run_dir(config.output_dir, resume, new, launched is not None)
+    hardware, planned = probe(config.output_dir), config
+    if resume:  # as it was begun; and the checkpoints that lie there are part of what it needs
+        planned = checkpoints.as_begun(run_dir, config)
+        free = hardware.disk_free_bytes
+        hardware = dataclasses.replace(hardware, disk_free_bytes=free and free + checkpoints.size_bytes(run_dir))
+    plan = plan_run(planned, hardware, launched_ranks=launched if launched is not None else on_hosts, force=force)
+    _can_train(config, plan)
     if checkpoint is not None:
         notes += checkpoints.check_resume(run_dir, checkpoint, config, plan)
     _look_for_data(config)

@@ -37,6 +37,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def preset_config(name: str, tokens: int | None = None) -> dict[str, Any]:
+    """A preset's config; with another vocabulary when the tokenizer's `tokens` do not fit into its own, or hardly fill it."""
+    config = dict(PRESETS[name])
+    if tokens is not None and not tokens <= config["vocab_size"] <= 1.1 * tokens:
+        config["vocab_size"] = math.ceil(tokens / 64) * 64
+    return config
+
+
 def _llama(
     h: int, layers: int, heads: int, kv: int, ff: int, vocab: int, positions: int, **more: Any
 ) -> dict[str, Any]:
@@ -308,6 +316,22 @@ def shape_from_config(c: Mapping[str, Any], where: str = "config.json") -> Model
     )
 
 
+def _count_tokens(tokenizer: str | None) -> int | None:
+    """Of `train:<size>` or a folder with tokenizer.json; None when that cannot be said yet."""
+    if tokenizer is None:
+        return None
+    if tokenizer.startswith("train:"):
+        size = tokenizer.removeprefix("train:")
+        return int(size) if size.isdigit() else None
+    try:
+        content = json.loads(Path(tokenizer, "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        added = {token["id"] for token in content.get("added_tokens", ())}
+        return len(set(vocabulary.values()) | added) if isinstance(vocabulary, dict) else len(vocabulary)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def _hub_cache(model_id: str) -> Path | None:
     """Folder of a hub model's newest revision in the local cache, when its config.json is there."""
     home = Path(
@@ -324,8 +348,11 @@ def _hub_cache(model_id: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def find_shape(model_path: str) -> ModelShape | None:
+def find_shape(model_path: str, tokenizer: str | None = None) -> ModelShape | None:
     """Shape of a preset, a local folder, a hub model in the local cache or a published DeepSeek model; else None.
+
+    Args:
+        tokenizer: `model.tokenizer`, which may give a preset another vocabulary.
 
     Raises:
         ConfigError: an unknown preset, or a folder without a usable config.json.
@@ -334,7 +361,7 @@ def find_shape(model_path: str) -> ModelShape | None:
         name = model_path.removeprefix("preset:")
         if name not in PRESETS:
             raise ConfigError(f"model.path: no preset {name!r}; known: {', '.join(PRESETS)}")
-        return shape_from_config(PRESETS[name], model_path)
+        return shape_from_config(preset_config(name, _count_tokens(tokenizer)), model_path)
     folder = Path(model_path)
     if not folder.exists():
         looks_local = model_path.startswith((".", "/", "~")) or model_path.count("/") != 1

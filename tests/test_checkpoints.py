@@ -6,14 +6,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deepseek_ft import CheckpointError
+from deepseek_ft import CheckpointError, load_config
 from deepseek_ft.checkpoints import (
+    as_begun,
     choose_run_dir,
     hold,
     incomplete,
     is_trained,
     newest_complete,
     saved_ranks,
+    size_bytes,
     write_json,
 )
 
@@ -178,3 +180,16 @@ def test_nothing_to_resume(tmp_path):
     (tmp_path / "z").write_text("a file")
     with pytest.raises(CheckpointError, match="is a file"):
         choose_run_dir(str(tmp_path / "z"), False, False)
+
+
+def test_auto_is_resumed_as_it_was_decided(tmp_path):
+    """Free disk and measured constants change between two starts; the strategy of a run does not."""
+    config = load_config("quickstart", ["strategy=auto"])
+    assert as_begun(tmp_path, config) == config
+    (tmp_path / "run.json").write_text(json.dumps({"plan": {"strategy": "zero2"}}))
+    assert as_begun(tmp_path, config).strategy == "zero2"
+    named = load_config("quickstart", ["strategy=zero3"])
+    assert as_begun(tmp_path, named) == named
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "weights").write_bytes(b"x" * 1000)
+    assert size_bytes(tmp_path / "checkpoint-3") == 1000

@@ -16,6 +16,7 @@ import pytest
 from conftest import BIN, ROOT, SHARED, clean_environment, cli, needs_shared, newest_run, run, train
 
 from deepseek_ft import RunResult, finetune
+from deepseek_ft.checkpoints import size_bytes
 from deepseek_ft.report import read_metrics
 
 pytestmark = pytest.mark.ranks
@@ -167,6 +168,9 @@ def test_resume_continues_the_run(tiny_recipe, tmp_path):
     whole = train(tiny_recipe, "train.save_steps=3", "train.save_total_limit=5", "output_dir=runs/whole", cwd=tmp_path)
     cut = train(tiny_recipe, "train.save_steps=3", "train.save_total_limit=5", "output_dir=runs/cut", cwd=tmp_path)
     run_dir = cut["folder"]
+    chosen = next(c for c in cut["plan"]["candidates"] if c["strategy"] == cut["plan"]["strategy"])
+    planned = chosen["memory"]["disk"]["6 checkpoints"] / 6
+    assert size_bytes(run_dir / "checkpoint-8") == pytest.approx(planned, rel=0.03, abs=200_000)  # beside the tokenizer
     for path in ("model/config.json", "checkpoint-8/trainer_state.json"):  # a crash after step 6
         (run_dir / path).unlink()
     import shutil
