@@ -16,11 +16,13 @@ from torch import nn
 from .memory import LOSS_ELEMENTS
 
 IGNORED = -100
+FP16_ROOM = 2.0**-8
+"""fp16 ends at 65,504, and a row of the head's gradient is a sum over all tokens of a micro-batch."""
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator, step: int):
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor, step: int):
         rows, vocab = hidden.shape[0], weight.shape[0]
         counted = labels != IGNORED
         pieces = [slice(start, min(start + step, vocab)) for start in range(0, vocab, step)]
@@ -34,18 +36,20 @@ class _HeadLoss(torch.autograd.Function):
             return (labels - piece.start).clamp(0, piece.stop - piece.start - 1)[:, None], inside
 
         log_sum = hidden.new_full((rows,), -torch.inf, dtype=torch.float32)
-        target = hidden.new_zeros((rows,), dtype=torch.float32)
+        target = hidden.new_full((rows,), torch.nan, dtype=torch.float32)  # a label outside the vocabulary stays NaN, and is seen
         for piece in pieces:
             z = logits(piece)
             column, inside = at_target(piece)
             target = torch.where(inside, z.gather(1, column).squeeze(1), target)
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(z, dim=1))
             z = z if len(pieces) == 1 else None  # let go before the next piece is made
-        loss = ((log_sum - target) * counted).sum() / denominator
+        loss = torch.where(counted, log_sum - target, 0.0).sum() / denominator
 
         grad_hidden = grad_weight = None
         if any(ctx.needs_input_grad[:2]):
-            scale = counted / denominator
+            # Softmax minus target is of the order of 1 and fits 16 bits; divided by the step's tokens it would vanish in
+            # fp16. So the division, and the loss scale, come in the backward pass, where both are known.
+            shrunk = hidden * FP16_ROOM if hidden.dtype is torch.float16 else hidden
             grad_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32)
             grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
             for piece in pieces:
@@ -53,24 +57,24 @@ class _HeadLoss(torch.autograd.Function):
                 z.sub_(log_sum[:, None]).exp_()
                 column, inside = at_target(piece)
                 z.scatter_add_(1, column, -inside[:, None].float())
-                z.mul_(scale[:, None])
+                z.mul_(counted[:, None])
                 z = z.to(hidden.dtype)
                 grad_hidden += z @ weight[piece]
                 if grad_weight is not None:
-                    grad_weight[piece] = z.t() @ hidden
+                    grad_weight[piece] = z.t() @ shrunk
                 z = None
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        ctx.grads = grad_hidden, grad_weight
+        ctx.grads, ctx.denominator, ctx.dtype = (grad_hidden, grad_weight), denominator, hidden.dtype
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: torch.Tensor):
-        grad_hidden, grad_weight = ctx.grads
-        ctx.grads = None
-        for grad in (grad_hidden, grad_weight):
-            if grad is not None:
-                grad.mul_(grad_loss)
-        return grad_hidden, grad_weight, None, None, None
+        if ctx.grads is None:
+            raise RuntimeError("the chunked loss keeps its gradients for one backward pass")
+        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None
+        factor = grad_loss / ctx.denominator
+        if grad_weight is not None:
+            grad_weight.mul_(factor / FP16_ROOM if ctx.dtype is torch.float16 else factor)
+        return grad_hidden.mul_(factor).to(ctx.dtype), grad_weight, None, None, None
 
 
 def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator=None,
@@ -89,6 +93,7 @@ def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, 
     """
     if denominator is None:
         denominator = (labels != IGNORED).sum().clamp(min=1)
+    denominator = torch.as_tensor(denominator, device=hidden.device).float()
     step = max(256, min(weight.shape[0], elements // max(1, hidden.shape[0])))
     return _HeadLoss.apply(hidden, weight, labels, denominator, step)
 

@@ -454,7 +454,7 @@ def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
         piece = t * min(vocab, max(256, LOSS_ELEMENTS // t))
         of_head = gradient * head if load.adapter is None else 0
         forward = max(2 * FP32 * piece, (FP32 + e) * (piece + t * h) + of_head)
-        logits, head_work = e * t * h + of_head, 0.0
+        logits, head_work = FP32 * t * h + of_head, 0.0
     saved_casts = cast * (head + (0 if load.checkpointing else sum(sizes)))
     for at, wide, casts in (
         ("loss, forward", forward, cast * (head + sum(sizes))),

@@ -83,3 +83,23 @@ def test_every_architecture_trains_the_same(name):
     with torch.no_grad():  # without labels, and when nothing is trained, the model is what it was
         assert torch.equal(model(input_ids=ids).logits, logits)
         assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(loss, rel=1e-5)
+
+
+def test_fp16_under_a_loss_scale_and_many_tokens():
+    """The gradients of a step of 200,000 tokens vanish in fp16 unless the loss scale reaches them first."""
+    hidden, weight, labels = sample(torch.float16, rows=256, vocab=4096)
+    exact = gradients(lambda h, w, y: 65536 * torch.nn.functional.cross_entropy(h @ w.t(), y, ignore_index=IGNORED, reduction="sum") / 2e5,
+                      hidden.double(), weight.double(), labels)  # fmt: skip
+    naive = gradients(lambda h, w, y: 65536 * torch.nn.functional.cross_entropy((h @ w.t()).float(), y, ignore_index=IGNORED, reduction="sum") / 2e5,
+                      hidden, weight, labels)  # fmt: skip
+    ours = gradients(lambda h, w, y: 65536 * head_loss(h, w, y, 200_000, elements=256 * 999), hidden, weight, labels)
+    for mine, theirs, true in zip(ours[1:], naive[1:], exact[1:], strict=True):
+        assert (mine - true).norm() <= 1.5 * (theirs - true).norm() + 1e-4 * true.norm()
+    assert (ours[2].abs().sum(1) == 0).float().mean() < 0.01  # every row of the head is pushed
+
+
+def test_labels_outside_the_vocabulary_are_seen():
+    hidden, weight, labels = sample(torch.float32)
+    for wrong in (1000, -7):
+        labels[1] = wrong
+        assert head_loss(hidden, weight, labels).isnan()
