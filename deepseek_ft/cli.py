@@ -124,6 +124,8 @@ def _constants(words: list[str]) -> dict[str, float]:
     given = {}
     for word in words:
         name, sign, value = word.partition("=")
+        if name in given:
+            raise ConfigError(f"--constant: {name} is given twice; keep one")
         try:
             given[name] = float(value)
         except ValueError:
@@ -134,13 +136,16 @@ def _constants(words: list[str]) -> dict[str, float]:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from . import plan_view
+    from . import launch, plan_view
     from .config import load_config
     from .data.sources import guess_tokens
     from .hardware import described, probe
     from .planner import plan_run, schedule_run
+    from .shapes import fetch_config, find_shape
 
     config = load_config(arguments.recipe, arguments.overrides)
+    if find_shape(config.model.path) is None and launch.hub_answers():
+        fetch_config(config.model.path)  # a kilobyte; everything else is arithmetic
     here = probe(config.output_dir)
     other = arguments.gpu is not None or bool(arguments.gpus and not here.gpus)
     hardware = described(
@@ -153,16 +158,16 @@ def _plan(arguments: argparse.Namespace) -> None:
     except DataError:  # the data need not be there to be planned for
         guesses = [None]
     schedule = schedule_run(plan, config, None if None in guesses else sum(guesses))
-    command = plan_view.start_command(arguments.recipe, arguments.overrides, plan)
+    command = plan_view.start_command(arguments.recipe, arguments.overrides, plan, config)
     if arguments.json:
-        print(json.dumps(plan_view.as_json(plan, config, schedule, command), indent=2))
+        print(json.dumps(plan_view.as_json(plan, config, schedule, command), indent=2, allow_nan=False))
     else:
-        print(plan_view.text(plan, config, schedule, command if plan.chosen.fits else None))
+        print(plan_view.text(plan, config, schedule, command))
         flags = {"--host-ram-gib": arguments.host_ram_gib, "--cores": arguments.cores, "--disk-gib": arguments.disk_gib}
         missing = [name for name, value in flags.items() if value is None]
         if other and missing:
             print(f"note      what {', '.join(missing)} would say is this machine's")
-    if not plan.chosen.fits:
+    if plan.misfits:
         raise PlanError(
             f"strategy {plan.strategy.name} {'; '.join(plan.misfits)}"
             if arguments.json

@@ -34,6 +34,8 @@ class GpuModel:
     """As NVML reports it."""
     tensor_flops: float
     """Dense fp16/bf16 on the tensor cores with fp32 accumulation, per second: what training uses."""
+    fp32_flops: float
+    """Without tensor cores, which torch leaves out of fp32 products unless told otherwise."""
     memory_bytes_per_second: float
     compute_capability: tuple[int, int]
     pcie: int
@@ -49,36 +51,36 @@ class GpuModel:
 _SOL, _NANOCHAT, _TITAN, _LIGHTNING = "llmq sol.cpp", "nanochat", "torchtitan", "Lightning's throughput table"
 _SCALED = "scaled from the same chip by its SMs and clock"
 _ROWS = [
-    # name                        MiB    TFLOPS  GB/s  capability PCIe NVLink GB/s  source of the TFLOPS
-    ("GeForce RTX 4090",          24564, 165.2, 1008, (8, 9), 4, 0, f"{_SOL}; Ada whitepaper"),
-    ("GeForce RTX 4090 D",        24564, 147.1, 1008, (8, 9), 4, 0, _SCALED),
-    ("GeForce RTX 4080",          16376, 97.5, 717, (8, 9), 4, 0, f"{_SOL}; Ada whitepaper"),
-    ("GeForce RTX 4080 SUPER",    16376, 104.5, 736, (8, 9), 4, 0, _SCALED),
-    ("GeForce RTX 4070 Ti SUPER", 16376, 88.2, 672, (8, 9), 4, 0, _SCALED),
-    ("GeForce RTX 3090",          24576, 71.0, 936, (8, 6), 4, 0, f"{_SOL}; GA102 whitepaper"),
-    ("GeForce RTX 3090 Ti",       24564, 80.0, 1008, (8, 6), 4, 0, _SOL),
-    ("GeForce RTX 5090",          32607, 209.5, 1792, (12, 0), 5, 0, f"{_SOL}; RTX Blackwell whitepaper"),
-    ("GeForce RTX 5080",          16303, 112.6, 960, (12, 0), 5, 0, _SOL),
-    ("RTX A5000",                 24564, 111.1, 768, (8, 6), 4, 0, _SCALED),
-    ("RTX A6000",                 49140, 154.8, 768, (8, 6), 4, 0, _SOL),
-    ("RTX 4500 Ada",              24570, 158.5, 432, (8, 9), 4, 0, _SCALED),
-    ("RTX 5000 Ada",              32760, 261.1, 576, (8, 9), 4, 0, _SCALED),
-    ("RTX 6000 Ada",              49140, 364.2, 960, (8, 9), 4, 0, _SOL),
-    ("L4",                        23034, 121.0, 300, (8, 9), 4, 0, f"{_SOL}; a 72 W card will not hold it"),
-    ("L40S",                      46068, 362.0, 864, (8, 9), 4, 0, f"{_TITAN}; llmq's author reaches 230"),
-    ("A10",                       23028, 125.0, 600, (8, 6), 4, 0, _LIGHTNING),
-    ("A10G",                      23028, 70.0, 600, (8, 6), 4, 0, "not verified: sources say 62.5 to 125"),
-    ("T4",                        15360, 65.0, 320, (7, 5), 3, 0, _LIGHTNING),
-    ("V100",                      32768, 125.0, 900, (7, 0), 3, 0, _LIGHTNING),
-    ("V100 SXM2",                 32768, 125.0, 900, (7, 0), 3, 150, _LIGHTNING),
-    ("A100",                      81920, 312.0, 1935, (8, 0), 4, 0, _NANOCHAT),
-    ("A100 40GB",                 40960, 312.0, 1555, (8, 0), 4, 0, _NANOCHAT),
-    ("A100 SXM4",                 81920, 312.0, 2039, (8, 0), 4, 300, _NANOCHAT),
-    ("A100 SXM4 40GB",            40960, 312.0, 1555, (8, 0), 4, 300, _NANOCHAT),
-    ("H100",                      81559, 989.4, 3350, (9, 0), 5, 450, _TITAN),
-    ("H100 PCIe",                 81559, 756.0, 2000, (9, 0), 5, 0, _TITAN),
-    ("H200",                      143771, 989.4, 4800, (9, 0), 5, 450, _TITAN),
-    ("H20",                       97871, 148.0, 4000, (9, 0), 5, 450, "vendors' tables"),
+    # name                        MiB  TFLOPS, of fp32, GB/s, capability, PCIe, NVLink GB/s, source of the TFLOPS
+    ("GeForce RTX 4090",          24564, 165.2, 82.6, 1008, (8, 9), 4, 0, f"{_SOL}; Ada whitepaper"),
+    ("GeForce RTX 4090 D",        24564, 147.1, 73.5, 1008, (8, 9), 4, 0, _SCALED),
+    ("GeForce RTX 4080",          16376, 97.5, 48.7, 717, (8, 9), 4, 0, f"{_SOL}; Ada whitepaper"),
+    ("GeForce RTX 4080 SUPER",    16376, 104.5, 52.2, 736, (8, 9), 4, 0, _SCALED),
+    ("GeForce RTX 4070 Ti SUPER", 16376, 88.2, 44.1, 672, (8, 9), 4, 0, _SCALED),
+    ("GeForce RTX 3090",          24576, 71.0, 35.6, 936, (8, 6), 4, 0, f"{_SOL}; GA102 whitepaper"),
+    ("GeForce RTX 3090 Ti",       24564, 80.0, 40.0, 1008, (8, 6), 4, 0, _SOL),
+    ("GeForce RTX 5090",          32607, 209.5, 104.8, 1792, (12, 0), 5, 0, f"{_SOL}; RTX Blackwell whitepaper"),
+    ("GeForce RTX 5080",          16303, 112.6, 56.3, 960, (12, 0), 5, 0, _SOL),
+    ("RTX A5000",                 24564, 111.1, 27.8, 768, (8, 6), 4, 0, _SCALED),
+    ("RTX A6000",                 49140, 154.8, 38.7, 768, (8, 6), 4, 0, _SOL),
+    ("RTX 4500 Ada",              24570, 158.5, 39.6, 432, (8, 9), 4, 0, _SCALED),
+    ("RTX 5000 Ada",              32760, 261.1, 65.3, 576, (8, 9), 4, 0, _SCALED),
+    ("RTX 6000 Ada",              49140, 364.2, 91.1, 960, (8, 9), 4, 0, _SOL),
+    ("L4",                        23034, 121.0, 30.3, 300, (8, 9), 4, 0, f"{_SOL}; a 72 W card will not hold it"),
+    ("L40S",                      46068, 362.0, 91.6, 864, (8, 9), 4, 0, f"{_TITAN}; llmq's author reaches 230"),
+    ("A10",                       23028, 125.0, 31.2, 600, (8, 6), 4, 0, _LIGHTNING),
+    ("A10G",                      23028, 70.0, 31.2, 600, (8, 6), 4, 0, "not verified: sources say 62.5 to 125"),
+    ("T4",                        15360, 65.0, 8.1, 320, (7, 5), 3, 0, _LIGHTNING),
+    ("V100",                      32768, 125.0, 15.7, 900, (7, 0), 3, 0, _LIGHTNING),
+    ("V100 SXM2",                 32768, 125.0, 15.7, 900, (7, 0), 3, 150, _LIGHTNING),
+    ("A100",                      81920, 312.0, 19.5, 1935, (8, 0), 4, 0, _NANOCHAT),
+    ("A100 40GB",                 40960, 312.0, 19.5, 1555, (8, 0), 4, 0, _NANOCHAT),
+    ("A100 SXM4",                 81920, 312.0, 19.5, 2039, (8, 0), 4, 300, _NANOCHAT),
+    ("A100 SXM4 40GB",            40960, 312.0, 19.5, 1555, (8, 0), 4, 300, _NANOCHAT),
+    ("H100",                      81559, 989.4, 67.0, 3350, (9, 0), 5, 450, _TITAN),
+    ("H100 PCIe",                 81559, 756.0, 51.0, 2000, (9, 0), 5, 0, _TITAN),
+    ("H200",                      143771, 989.4, 67.0, 4800, (9, 0), 5, 450, _TITAN),
+    ("H20",                       97871, 148.0, 44.0, 4000, (9, 0), 5, 450, "vendors' tables"),
 ]  # fmt: skip
 
 
@@ -91,23 +93,25 @@ def _words(name: str) -> list[str]:
 
 
 GPUS: dict[str, GpuModel] = {
-    "".join(_words(name)): GpuModel(name, mib * 2**20, tflops * 1e12, gb * 1e9, capability, pcie, nvlink * 1e9, source)
-    for name, mib, tflops, gb, capability, pcie, nvlink, source in _ROWS
+    "".join(_words(name)): GpuModel(
+        name, mib * 2**20, tflops * 1e12, fp32 * 1e12, gb * 1e9, capability, pcie, nvlink * 1e9, source
+    )
+    for name, mib, tflops, fp32, gb, capability, pcie, nvlink, source in _ROWS
 }
 
 
 def gpu_model(name: str) -> GpuModel | None:
     """The table's row for a card, by its NVML name (`NVIDIA GeForce RTX 4090`) or as people write it (`rtx4090`, `4090`).
 
-    The row that shares the most words with the name and has no other. Laptop cards share names and nothing else.
+    The row that shares the most words with the name and has no other. Laptop cards and virtual slices share names, not figures.
     """
     words = _words(name)
     joined = "".join(words)
     for key in (joined, f"rtx{joined}"):
         if key in GPUS:
             return GPUS[key]
-    if {"laptop", "mobile", "max"} & set(words):
-        return None
+    if {"laptop", "mobile", "max", "mig", "nvl"} & set(words) or re.search(r"-\d+[abcq]$", name.strip().lower()):
+        return None  # other silicon, or a slice of a card
     matching = [model for model in GPUS.values() if set(_words(model.name)) <= set(words)]
     return max(matching, key=lambda model: len(_words(model.name)), default=None)
 
@@ -165,7 +169,7 @@ class Hardware:
     @property
     def needs_no_p2p(self) -> bool:
         """GeForce RTX 40 cards have no peer-to-peer: NCCL must be told, or the first collective can hang."""
-        return bool(self.gpus) and all("RTX 40" in gpu.name for gpu in self.gpus)
+        return bool(self.gpus) and all(re.search(r"RTX 40\d0\b", gpu.name) for gpu in self.gpus)
 
     def describe(self) -> str:
         host = f"{self.cores} cores, {self.host_memory_bytes / GIB:.0f} GiB host memory"
@@ -288,7 +292,7 @@ def described(
     problems = [
         f"--{name} must be above 0, got {value:g}"
         for name, value in (("host-ram-gib", host_ram_gib), ("disk-gib", disk_gib), ("cores", cores))
-        if value is not None and not value > 0
+        if value is not None and not 0 < value < float("inf")
     ]
     if gpus is not None and gpus < 0:
         problems.append(f"--gpus must be 0 or more, got {gpus}")

@@ -112,7 +112,7 @@ def child_environment(config: Config, plan: Plan, ranks_here: int) -> tuple[dict
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which the cards were counted
         if len(cards) < len(plan.hardware.gpus):
             notes.append(f"{len(cards)} of {len(plan.hardware.gpus)} visible GPUs used: {', '.join(cards)}")
-    if _needs_hub(config) and "HF_HUB_OFFLINE" not in environment and not _hub_answers():
+    if _needs_hub(config) and "HF_HUB_OFFLINE" not in environment and not hub_answers():
         environment["HF_HUB_OFFLINE"] = "1"
         notes.append("the Hugging Face hub does not answer: only what is in its local cache can be used")
     if "site-packages" not in _PACKAGE_PARENT.parts:  # a checkout that was never installed
@@ -146,7 +146,7 @@ def adopt_rank_environment(config: Config, plan: Plan) -> None:
     if plan.device == "cuda" and local > len(plan.hardware.gpus):
         raise PlanError(f"the launcher started {local} ranks here, but {len(plan.hardware.gpus)} GPUs are visible "
                         f"({plan.hardware.describe()})")  # fmt: skip
-    if _needs_hub(config) and "HF_HUB_OFFLINE" not in os.environ and not _hub_answers():
+    if _needs_hub(config) and "HF_HUB_OFFLINE" not in os.environ and not hub_answers():
         os.environ["HF_HUB_OFFLINE"] = "1"
     if is_main_rank() and not os.environ.get("TORCHELASTIC_RUN_ID"):
         _check_port(int(os.environ["MASTER_PORT"]))
@@ -189,7 +189,7 @@ def _needs_hub(config: Config) -> bool:
     return by_name or any(s.source in HUB and not (s.path or config.data.path) for s in sources)
 
 
-def _hub_answers(timeout_seconds: float = 4) -> bool:
+def hub_answers(timeout_seconds: float = 4) -> bool:
     """Whether the hub can be reached at all: its client would retry for most of a minute before it says no."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True  # only the client knows how to ask through a proxy

@@ -22,7 +22,9 @@ FP16_ROOM = 2.0**-8
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor, step: int):
+    def forward(
+        ctx, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor, step: int
+    ):
         rows, vocab = hidden.shape[0], weight.shape[0]
         counted = labels != IGNORED
         pieces = [slice(start, min(start + step, vocab)) for start in range(0, vocab, step)]
@@ -36,7 +38,9 @@ class _HeadLoss(torch.autograd.Function):
             return (labels - piece.start).clamp(0, piece.stop - piece.start - 1)[:, None], inside
 
         log_sum = hidden.new_full((rows,), -torch.inf, dtype=torch.float32)
-        target = hidden.new_full((rows,), torch.nan, dtype=torch.float32)  # a label outside the vocabulary stays NaN, and is seen
+        target = hidden.new_full(
+            (rows,), torch.nan, dtype=torch.float32
+        )  # a label outside the vocabulary stays NaN, and is seen
         for piece in pieces:
             z = logits(piece)
             column, inside = at_target(piece)

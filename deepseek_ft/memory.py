@@ -57,6 +57,9 @@ class Adapter:
         return weight.endswith(".weight") and weight.removesuffix(".weight").rsplit(".", 1)[-1] in self.targets
 
 
+# What DeepSpeed 0.19 takes for a key that a file leaves out (deepspeed/runtime/zero/config.py).
+_DEEPSPEED_DEFAULTS = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000,
+                       "stage3_max_reuse_distance": 1_000_000_000, "sub_group_size": 1_000_000_000}  # fmt: skip
 NF4_BYTES = (4 + 0.127) / 8  # a weight's 4 bits, and its share of block scales after double quantisation (QLoRA §3)
 
 
@@ -76,6 +79,8 @@ class Workload:
     """The loss of `losses.head_loss`, which holds `LOSS_ELEMENTS` logits at a time."""
     adapter: Adapter | None = None
     device: str = "cuda"
+    ranks_per_host: int | None = None
+    """None: all on one host."""
     deepspeed: Mapping | None = None
     """The completed DeepSpeed config, for bucket sizes; None takes the shipped file's."""
     fused_optimizer: bool = True
@@ -101,15 +106,32 @@ class Workload:
         return self.device == "cuda" or self.shape.qk_head_dim == self.shape.v_head_dim
 
     def zero(self, key: str, default: int) -> int:
-        """A number of the zero_optimization section; "auto" is what Trainer fills in from the hidden size h."""
+        """A number of the zero_optimization section; "auto" is what Trainer fills in from the hidden size h.
+
+        Args:
+            default: the shipped files' value, for when there is no file; what a file leaves out is DeepSpeed's own.
+        """
         h = self.shape.hidden_size
         auto = {
             "reduce_bucket_size": h * h,
             "stage3_prefetch_bucket_size": int(0.9 * h * h),
             "stage3_param_persistence_threshold": 10 * h,
         }
+        if self.deepspeed is not None:
+            default = _DEEPSPEED_DEFAULTS.get(key, default)
         value = ((self.deepspeed or {}).get("zero_optimization") or {}).get(key, default)
         return auto[key] if value == "auto" else int(value)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced while others are made, which takes a second bucket; DeepSpeed's own default is stage 3 only."""
+        zero = (self.deepspeed or {}).get("zero_optimization") or {}
+        return bool(zero.get("overlap_comm", self.deepspeed is None or self.strategy.stage == 3))
+
+    @property
+    def ranks_here(self) -> int:
+        """Of all ranks, those on this host."""
+        return self.ranks_per_host or self.world_size
 
 
 # --------------------------------------------------------------------------------------------- a layer's tape
@@ -339,12 +361,11 @@ def _buffers(load: Workload, gradients_made: float) -> dict[str, float]:
     if s.stage == 0:
         return {}
     bucket = load.zero("reduce_bucket_size", 100_000_000)
-    overlap = bool(((load.deepspeed or {}).get("zero_optimization") or {}).get("overlap_comm", True))
     parts = {"communication buffers": 0.0, "gradients": 0.0}
     if load.grad_accum_steps > 1 and not s.offload_optimizer:  # ZeRO-1 reduces, and so shards, only the last micro-step
         parts["gradients"] = e * n / (w if s.stage == 2 else 1)
     if gradients_made > 0:
-        parts["communication buffers"] += e * bucket * (2 if overlap else 1)
+        parts["communication buffers"] += e * bucket * (2 if load.overlaps else 1)
     shard = 0 if s.offload_optimizer else n / w
     if gradients_made >= 2 * bucket:
         flat = bucket
@@ -532,6 +553,8 @@ def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
     temporaries = 0.0 if load.fused_optimizer else 2 * min(s.master_bytes, FP32) * largest
     total = dict(resident)
     total["gradients"] = total.get("gradients", 0) + left + update
+    if s.stage == 3:  # its bucket is always there
+        total["communication buffers"] = e * bucket
     yield "optimizer step", total | {"working memory": temporaries}
 
 
@@ -576,7 +599,7 @@ def _only(shape: ModelShape, kind: LayerKind) -> ModelShape:
 
 def resident_bytes(load: Workload) -> tuple[float, float]:
     """What stays on a card from the first step to the last, and on the host: a lower bound that costs nothing."""
-    return sum(_resident(load).values()), load.world_size * sum(_offloaded(load).values())
+    return sum(_resident(load).values()), load.ranks_here * sum(_offloaded(load).values())
 
 
 def _power_of_two(size: float) -> float:
@@ -595,6 +618,12 @@ def _offloaded(load: Workload) -> dict[str, float]:
         return load.device == "cuda" and bool((zero.get(section) or {}).get("pin_memory", True))
 
     shard = n / w
+    if s.nvme:  # four pinned buffers of a sub-group (buffer_count's default), and the gradients
+        group = min(shard, load.zero("sub_group_size", SUB_GROUP))
+        return {
+            "NVMe swap buffers": 4 * group * FP32,
+            "gradients": (e + s.master_bytes) * shard,
+        }
     states: dict[str, float] = {"optimizer states": s.moment_bytes * shard, "master weights": s.master_bytes * shard}
     blocks: list[float] = []  # pinned ones
     if s.stage == 2:
@@ -623,7 +652,7 @@ def _offloaded(load: Workload) -> dict[str, float]:
 
 def _host(load: Workload, gpu_tensors: int) -> tuple[str, dict[str, int]]:
     """Host memory of all ranks together, at the fuller of two moments: loading the weights, and training."""
-    w = load.world_size
+    w = load.ranks_here
     processes = {"processes": w * process_bytes(load.device, load.precision)}
     # Every rank reads the whole model, but under ZeRO-3, where it keeps its shard and files are mapped, not read.
     whole = load.shape.parameters * (FP32 if load.autocast else load.element)
@@ -669,6 +698,10 @@ def estimate(load: Workload, checkpoints: int = 0) -> Memory:
         gpu["CUDA context and NCCL"] = CONTEXT_BYTES
         gpu["allocator slack"] = int(SLACK * fullest[0])
     disk = {"model folder": export_bytes(load)}
+    if load.strategy.nvme:
+        disk["offloaded states"] = int(
+            _trained(load) * (load.strategy.master_bytes + load.strategy.moment_bytes + load.element)
+        )
     if checkpoints:
         disk[f"{checkpoints} checkpoints"] = checkpoints * checkpoint_bytes(load)
     return Memory(gpu, fullest[1], moments, host, host_moment, disk)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from .config import Config
 from .hardware import GIB, Hardware
-from .planner import Candidate, Plan, Schedule, figures, to_dict, usable_gpu_bytes, usable_host_bytes
+from .planner import Candidate, Plan, Schedule, offer_lines, to_dict, usable_gpu_bytes, usable_host_bytes
 from .report import duration
 from .schedules import lr_factor
 from .timing import LIMITS, used_constants
@@ -104,14 +104,18 @@ def breakdown(parts: Mapping[str, int], total: int, usable: int | None = None, w
     return lines
 
 
-def start_command(recipe: str, overrides: Sequence[str], plan: Plan) -> str:
-    """What starts this plan."""
-    words = ["deepseek-ft", "train", recipe, *overrides]
-    if not any(o.startswith(("strategy=", "deepspeed=")) for o in overrides):
+def start_command(recipe: str, overrides: Sequence[str], plan: Plan, config: Config) -> str | None:
+    """What starts exactly this plan; None for one that this version cannot start."""
+    if not plan.strategy.runs or config.method.kind != "full" or plan.misfits:
+        return None
+    words = [o for o in overrides if o.replace(" ", "") != "strategy=auto"]
+    fell_back = plan.strategy.name == "single" and plan.world_size == 1 and config.strategy not in ("auto", "single")
+    if config.deepspeed is None and config.strategy == "auto" and not fell_back and plan.hardware.gpus:
         words.append(f"strategy={plan.strategy.name}")
-    if plan.hardware.gpus and not any(o.startswith("ranks=") for o in overrides):
-        words.append(f"--gpus {plan.world_size}")
-    return " ".join(words[:2] + [w if w.startswith("--gpus ") else shlex.quote(w) for w in words[2:]])
+    ranks = (
+        [f"--gpus {plan.world_size}"] if plan.hardware.gpus and not any(o.startswith("ranks=") for o in words) else []
+    )
+    return " ".join(["deepseek-ft", "train", *(shlex.quote(w) for w in [recipe, *words]), *ranks])
 
 
 def headline(plan: Plan, config: Config) -> str:
@@ -173,13 +177,7 @@ def memory_lines(plan: Plan) -> list[str]:
 def problem_lines(plan: Plan) -> list[str]:
     if not plan.misfits:
         return []
-    lines = [f"It does not fit: {plan.strategy.name} " + "; ".join(plan.misfits)]
-    if plan.offers:
-        lines.append("Nearest that fits:")
-        lines += [f"  {' '.join(o.overrides)}  ({o.candidate.strategy.name}, {figures(o.candidate)})"
-                  + (" - planned, not trained by this version yet" if o.overrides[0].startswith("method.kind") else "")
-                  for o in plan.offers]  # fmt: skip
-    return lines
+    return [f"It does not fit: {plan.strategy.name} " + "; ".join(plan.misfits), *offer_lines(plan.offers)]
 
 
 def reason_lines(plan: Plan) -> list[str]:
@@ -248,7 +246,7 @@ def html(plan: Plan) -> str:
             f"<table><thead>{row(head, 'th')}</thead><tbody>{''.join(row(r, 'td') for r in body)}</tbody></table><ul>{notes}</ul>")  # fmt: skip
 
 
-def as_json(plan: Plan, config: Config, schedule: Schedule | None, command: str) -> dict:
+def as_json(plan: Plan, config: Config, schedule: Schedule | None, command: str | None) -> dict:
     constants = {
         name: {"value": value, "measured": measured}
         for name, (value, measured) in used_constants(plan.hardware, plan.world_size).items()
@@ -256,7 +254,7 @@ def as_json(plan: Plan, config: Config, schedule: Schedule | None, command: str)
     return to_dict(plan) | {
         "name": config.name,
         "model": config.model.path,
-        "fits": plan.chosen.fits,
+        "fits": not plan.misfits,
         "misfits": list(plan.misfits),
         "schedule": None if schedule is None else vars(schedule) | {"estimate": True},
         "constants": constants,

@@ -29,7 +29,8 @@ MARGIN = 0.95
 DRIVER = 0.98
 """Share of a card's memory, as NVML reports it, that CUDA can allocate: a 4090 of 24,564 MiB offers 23.5 GiB."""
 LARGE_VOCABULARY = 32_000
-HOST_RESERVE_BYTES = 2 * GIB  # for the system itself
+HOST_RESERVE = (0.1, 2 * GIB)
+"""Of the host's memory for the system itself: a share, and its upper end."""
 
 
 # ------------------------------------------------------------------------------------------------ the answer
@@ -48,7 +49,7 @@ class Candidate:
     forbidden: bool = False
     """No amount of memory would help: precision, ranks, layers, cards."""
     fullness: float = 0.0
-    """The largest share of what there is that it would take: of a card, the host or the disk. Above 1 it does not fit."""
+    """The largest share of what there is that it would take, of a card or the host. Above 1 it does not fit."""
 
     @property
     def tight(self) -> bool:
@@ -109,7 +110,7 @@ class Plan:
     @property
     def misfits(self) -> tuple[str, ...]:
         """What is short for the chosen strategy, in numbers; empty when it fits."""
-        return self.chosen.reasons
+        return self.chosen.reasons + _short_of_disk(self.chosen, self.hardware)
 
     @property
     def global_batch_size(self) -> int:
@@ -197,7 +198,8 @@ def usable_gpu_bytes(hardware: Hardware, world_size: int) -> int:
 
 
 def usable_host_bytes(hardware: Hardware) -> int:
-    return max(0, hardware.host_memory_bytes - HOST_RESERVE_BYTES)
+    share, most = HOST_RESERVE
+    return int(hardware.host_memory_bytes - min(share * hardware.host_memory_bytes, most))
 
 
 def adapter_of(config: Config, shape: ModelShape) -> Adapter | None:
@@ -225,7 +227,7 @@ def _shipped(name: str) -> dict:
     return deepspeed_config.read(str(resource_dir("ds_configs") / f"{name}.json"))
 
 
-def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size: int, accumulation: int, device: str,
+def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size: int, accumulation: int, hardware: Hardware,
               deepspeed: Mapping | None) -> Workload:  # fmt: skip
     return Workload(
         shape=shape,
@@ -238,8 +240,9 @@ def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size:
         checkpointing=config.model.gradient_checkpointing,
         chunked_loss=chunked_loss(config, shape),
         adapter=adapter_of(config, shape),
-        device=device,
+        device=hardware.device,
         deepspeed=deepspeed,
+        ranks_per_host=min(world_size, len(hardware.gpus)) if hardware.gpus else None,
     )
 
 
@@ -271,8 +274,8 @@ def _forbidden(
         yield "has no fp16 on the CPU: train.precision=bf16, or a zero strategy"
 
 
-def _short_of(memory: Memory, config: Config, hardware: Hardware, world_size: int) -> Iterator[tuple[str, float]]:
-    """(reason in numbers, share of what there is) for everything that could be short."""
+def _short_of(memory: Memory, hardware: Hardware, world_size: int) -> Iterator[tuple[str, float]]:
+    """(reason in numbers, share of what there is) for card and host."""
     if hardware.gpus:
         usable = usable_gpu_bytes(hardware, world_size)
         yield (
@@ -282,9 +285,15 @@ def _short_of(memory: Memory, config: Config, hardware: Hardware, world_size: in
     usable = usable_host_bytes(hardware)
     yield (f"needs {memory.host_bytes / GIB:.1f} GiB of host memory, {usable / GIB:.1f} of {hardware.host_memory_bytes / GIB:.0f} are usable",
            memory.host_bytes / max(1, usable))  # fmt: skip
-    if hardware.disk_free_bytes is not None:
-        yield (f"needs {memory.disk_bytes / GIB:.1f} GiB of disk, {hardware.disk_free_bytes / GIB:.1f} are free: "
-               "train.save_total_limit and train.save_steps decide", memory.disk_bytes / max(1, hardware.disk_free_bytes))  # fmt: skip
+
+
+def _short_of_disk(candidate: Candidate, hardware: Hardware) -> tuple[str, ...]:
+    """No part of the choice: the free disk changes while a run goes, and another strategy is no cure for it."""
+    memory, free = candidate.memory, hardware.disk_free_bytes
+    if memory is None or free is None or memory.disk_bytes <= free:
+        return ()
+    return (f"needs {memory.disk_bytes / GIB:.1f} GiB of disk, {free / GIB:.1f} are free: train.save_total_limit and "
+            "train.save_steps decide",)  # fmt: skip
 
 
 def _assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_size: int, accumulation: int,
@@ -298,10 +307,10 @@ def _assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_
         return Candidate(strategy, reasons=tuple(reasons), forbidden=bool(reasons))
     if deepspeed is None and strategy.deepspeed:
         deepspeed = _shipped(strategy.name)
-    load = _workload(config, shape, strategy, world_size, accumulation, hardware.device, deepspeed)
+    load = _workload(config, shape, strategy, world_size, accumulation, hardware, deepspeed)
     checkpoints = config.train.save_total_limit + 1 if config.train.save_steps else 0
     memory = estimate(load, checkpoints)
-    shares = list(_short_of(memory, config, hardware, world_size))
+    shares = list(_short_of(memory, hardware, world_size))
     forbidden = bool(reasons)
     reasons += [reason for reason, share in shares if share > 1]
     fullness = max(share for _, share in shares)
@@ -315,9 +324,7 @@ def _states_fit(
     if not _can_choose(strategy, world_size):
         return False
     deepspeed = _shipped(strategy.name) if strategy.deepspeed else None
-    card, host = resident_bytes(
-        _workload(config, shape, strategy, world_size, accumulation, hardware.device, deepspeed)
-    )
+    card, host = resident_bytes(_workload(config, shape, strategy, world_size, accumulation, hardware, deepspeed))
     return (not hardware.gpus or card <= usable_gpu_bytes(hardware, world_size)) and host <= usable_host_bytes(hardware)
 
 
@@ -365,13 +372,15 @@ def _changes(config: Config, accumulation: int) -> Iterator[tuple[tuple[str, ...
             *(() if train.global_batch_size else (f"train.grad_accum_steps={steps}",)),
         )
         yield words, dataclasses.replace(config, train=changed)
+    if train.precision == "bf16":  # on cards that have none
+        yield ("train.precision=fp16",), dataclasses.replace(config, train=dataclasses.replace(train, precision="fp16"))
     if train.precision in ("fp32", "fp16"):
         yield ("train.precision=bf16",), dataclasses.replace(config, train=dataclasses.replace(train, precision="bf16"))
     if train.save_steps:
-        yield ("train.save_steps=null",), dataclasses.replace(config, train=dataclasses.replace(train, save_steps=None))
         if train.save_total_limit > 1:
             yield (("train.save_total_limit=1",),
                    dataclasses.replace(config, train=dataclasses.replace(train, save_total_limit=1)))  # fmt: skip
+        yield ("train.save_steps=null",), dataclasses.replace(config, train=dataclasses.replace(train, save_steps=None))
     seq_len = data.seq_len
     while seq_len > 512:
         seq_len //= 2
@@ -391,9 +400,10 @@ def _offers(config: Config, shape: ModelShape, names: list[str], world_size: int
     def fitting(changed: Config) -> Candidate | None:
         steps = _accumulation(changed, world_size)
         possible = [n for n in names if _states_fit(changed, shape, STRATEGIES[n], world_size, steps, hardware)]
-        return _fastest(
+        best = _fastest(
             [_assess(changed, shape, STRATEGIES[n], world_size, steps, hardware) for n in possible], world_size
         )
+        return best if best is not None and not _short_of_disk(best, hardware) else None
 
     found: list[Offer] = []
     kinds: set[str] = set()  # one offer of each kind is enough: the largest micro-batch, the longest sequence
@@ -467,12 +477,15 @@ def _accumulation(config: Config, world_size: int) -> int:
 
 
 def _own_strategy(path: str, ds: Mapping) -> Strategy:
-    """The row that a user's own DeepSpeed file stands for."""
+    """The row that a user's own DeepSpeed file stands for. DeepSpeed offloads the optimizer from stage 1, weights at stage 3."""
     zero, bf16 = ds["zero_optimization"], ds.get("bf16") or {}
-    offload = {k: (zero.get(k) or {}).get("device", "none") != "none" for k in ("offload_optimizer", "offload_param")}
+    stage = zero["stage"]
+    devices = {k: (zero.get(k) or {}).get("device", "none") for k in ("offload_optimizer", "offload_param")}
     return Strategy(
-        Path(path).name, "your own DeepSpeed file", stage=zero["stage"], offload_optimizer=offload["offload_optimizer"],
-        offload_params=offload["offload_param"], master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else 4,
+        Path(path).name, "your own DeepSpeed file", stage=stage,
+        offload_optimizer=stage >= 1 and devices["offload_optimizer"] != "none",
+        offload_params=stage == 3 and devices["offload_param"] != "none", nvme=stage == 3 and "nvme" in devices.values(),
+        master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else 4,
         moment_bytes=4 if bf16.get("bf16_optimizer_states") else 8, chosen=False,
     )  # fmt: skip
 
@@ -491,7 +504,7 @@ def plan_run(
         hardware: the machine to plan for; this one when not given.
         launched_ranks: how many ranks a launcher has already started, if one has.
         can_build_ops: whether DeepSpeed's C++ ops can be had (a compiler, or built before); probed when not given.
-        force: give a plan even when memory or disk is short (`Plan.misfits` says what).
+        force: give a plan even when it does not fit (`Plan.misfits` says what is short).
 
     Raises:
         PlanError: it cannot work on this hardware.
@@ -499,90 +512,55 @@ def plan_run(
     """
     hardware = hardware or probe(config.output_dir)
     shape = find_shape(config.model.path, config.model.tokenizer)
-    notes: list[str] = []
-    single = config.strategy == "single"
-    world_size = _world_size(config, hardware, launched_ranks, single)
+    world_size = _world_size(config, hardware, launched_ranks, config.strategy == "single")
     accumulation = _accumulation(config, world_size)
+    batch = deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size)
 
-    own = None
+    # -- every strategy, and the one that is taken
+    candidates = [_assess(config, shape, s, world_size, accumulation, hardware) for s in STRATEGIES.values()]
+    own, notes = None, []
     if config.deepspeed is not None:
-        own = deepspeed_config.read(config.deepspeed)
-        own, problems, ds_notes = deepspeed_config.check(
-            own,
-            config.deepspeed,
-            config,
-            deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size),
-        )
-        if problems:
-            raise ConfigError(listing("the DeepSpeed file and the recipe do not agree", problems))
-        notes += ds_notes
-    names = list(STRATEGIES)
-    candidates = [_assess(config, shape, STRATEGIES[n], world_size, accumulation, hardware) for n in names]
-
-    if own is not None:
+        own, notes = _checked(deepspeed_config.read(config.deepspeed), config.deepspeed, config, batch)
         strategy = _own_strategy(config.deepspeed, own)
         candidates.append(_assess(config, shape, strategy, world_size, accumulation, hardware, own))
-    elif config.strategy != "auto":
-        strategy = STRATEGIES[config.strategy]
-    elif hardware.device == "cpu":
-        strategy = STRATEGIES["single" if world_size == 1 else "zero3"]
-        notes.append(f"strategy {strategy.name}: what {world_size} CPU rank{'s' * (world_size > 1)} can rehearse")
-    elif shape is None:
-        strategy = STRATEGIES["zero3_offload"]
-        notes.append(f"strategy {strategy.name}: the size of {config.model.path} is not known before its download")
     else:
-        best = _fastest(candidates, world_size)
-        strategy = best.strategy if best else _least_short(candidates, world_size)
-        if best is not None:
-            notes += _why(best, candidates)
+        strategy, why = _pick(config, shape, candidates, world_size, hardware, can_build_ops)
+        notes += why
     chosen = next(c for c in candidates if c.strategy == strategy)
-    if chosen.forbidden:
+    named = config.strategy != "auto" or own is not None
+    if chosen.forbidden and (named or shape is None):
         raise PlanError(f"strategy {strategy.name} " + "; ".join(chosen.reasons))
-
     ds = own
-    if own is None and strategy.deepspeed:
-        batch = deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size)
-        ds, problems, ds_notes = deepspeed_config.check(_shipped(strategy.name), f"{strategy.name}.json", config, batch)
-        if problems:
-            raise ConfigError(listing("the DeepSpeed file and the recipe do not agree", problems))
-        notes += ds_notes
+    if own is None and strategy.deepspeed and not chosen.forbidden:
+        ds, more = _checked(_shipped(strategy.name), f"{strategy.name}.json", config, batch)
+        notes += more
 
+    # -- whether it fits, and what would
     offers: tuple[Offer, ...] = ()
-    if chosen.reasons and shape is not None:
-        free = (
-            names if hardware.device == "cuda" else [n for n in names if n == strategy.name]
-        )  # CPU ranks rehearse this one
-        offers = _offers(config, shape, free, world_size, accumulation, hardware)
+    short = chosen.reasons + _short_of_disk(chosen, hardware)
+    if short and shape is not None:
+        pinned = named or hardware.device == "cpu"  # CPU ranks rehearse one strategy
+        names = [] if own is not None else [strategy.name] if pinned else list(STRATEGIES)
+        offers = _offers(config, shape, names, world_size, accumulation, hardware)
+        if named and chosen.reasons:
+            offers = (*_another_strategy(config, hardware, launched_ranks), *offers)
         if not force:
-            raise PlanError(refusal(config, chosen, candidates, offers, hardware, world_size))
+            raise PlanError(refusal(config, chosen, short, candidates, offers, hardware, world_size))
 
-    ops = []
-    if strategy.deepspeed and hardware.device == "cpu" and world_size > 1:
-        ops.append("shm_comm")
-    if strategy.offload_optimizer:
-        ops.append("cpu_adam")
+    # -- what must be built for it
+    ops = _ops_of(strategy, hardware, world_size)
     if ops and not (ops_module.available(ops) if can_build_ops is None else can_build_ops):
-        cure = "install one (Debian, Ubuntu: apt-get install g++ python3-dev)"
-        if hardware.device == "cuda" or launched_ranks is not None:
-            raise PlanError(
-                f"strategy {strategy.name} needs DeepSpeed's {' and '.join(ops)} op, which is not built yet, and there is no "
-                f"C++ compiler (with Python's headers) to build it; {cure}"
-                + (", or use a strategy without offload" if strategy.offload_optimizer else "")
-            )
-        notes.append(
-            f"there is no C++ compiler (with Python's headers), which DeepSpeed needs on the CPU: falling back from {strategy.name} on {world_size} "
-            f"ranks to one process with the same batch; {cure} to see {strategy.name}"
-        )
+        notes.append(_without_compiler(config, strategy, ops, hardware, world_size, launched_ranks))
         accumulation, world_size = accumulation * world_size, 1
-        strategy, ds, ops = STRATEGIES["single"], None, []
-        if list(_forbidden(config, shape, strategy, 1, hardware)):
-            raise PlanError(f"strategy single {'; '.join(_forbidden(config, shape, strategy, 1, hardware))}")
-        candidates = [c for c in candidates if c.strategy != strategy]
-        candidates.insert(0, _assess(config, shape, strategy, 1, accumulation, hardware))
+        strategy, ds, ops = STRATEGIES["single"], None, ()
+        if forbidden := list(_forbidden(config, shape, strategy, 1, hardware)):
+            raise PlanError(f"strategy single {'; '.join(forbidden)}")
+        candidates = [_assess(config, shape, s, 1, accumulation, hardware) if s == strategy else c
+                      for s, c in zip(STRATEGIES.values(), candidates, strict=False)]  # fmt: skip
 
     notes += _remarks(config, shape, strategy)
-    if own is None and chosen.timing is not None:
-        notes += _better_batch(config, shape, chosen, names, world_size, accumulation, hardware)
+    if own is None and chosen.timing is not None and chosen.fits:
+        notes += _better_batch(config, shape, chosen, world_size, accumulation, hardware)
     micro = config.train.micro_batch_size
     return Plan(
         strategy=strategy,
@@ -593,7 +571,7 @@ def plan_run(
         tokens_per_step=micro * accumulation * world_size * config.data.seq_len,
         chunked_loss=chunked_loss(config, shape),
         deepspeed=ds,
-        ops=tuple(ops),
+        ops=ops,
         shape=shape,
         hardware=hardware,
         candidates=tuple(candidates),
@@ -602,14 +580,78 @@ def plan_run(
     )
 
 
-def _least_short(candidates: list[Candidate], world_size: int) -> Strategy:
-    """When nothing fits: what nothing forbids, and is short of the least."""
-    able = [c for c in candidates if _can_choose(c.strategy, world_size) and not c.forbidden]
-    if not able:
+def _checked(ds: dict, origin: str, config: Config, batch: deepspeed_config.Batch) -> tuple[dict, list[str]]:
+    """A DeepSpeed file held against the recipe and completed, with notes.
+
+    Raises:
+        ConfigError: they contradict each other; all of it at once.
+    """
+    completed, problems, notes = deepspeed_config.check(ds, origin, config, batch)
+    if problems:
+        raise ConfigError(listing("the DeepSpeed file and the recipe do not agree", problems))
+    return completed, notes
+
+
+def _pick(config: Config, shape: ModelShape | None, candidates: list[Candidate], world_size: int, hardware: Hardware,
+          can_build_ops: bool | None) -> tuple[Strategy, list[str]]:  # fmt: skip
+    """The strategy that the recipe names, or `auto`'s, with its reasons."""
+    if config.strategy != "auto":
+        return STRATEGIES[config.strategy], []
+    if hardware.device == "cpu":
+        name = "single" if world_size == 1 else "zero3"
+        return STRATEGIES[name], [f"strategy {name}: what {world_size} CPU rank{'s' * (world_size > 1)} can rehearse"]
+    if shape is None:
+        name = "zero3_offload"
+        return STRATEGIES[name], [f"strategy {name}: the size of {config.model.path} is not known before its download"]
+    best = _fastest(candidates, world_size)
+    if (
+        best is not None
+        and best.strategy.offload_optimizer
+        and not (ops_module.available(["cpu_adam"]) if can_build_ops is None else can_build_ops)
+    ):  # without a compiler there is no optimizer on the host
+        best = _fastest([c for c in candidates if not c.strategy.offload_optimizer], world_size) or best
+    if best is None:
+        return _least_short(candidates, world_size), []
+    return best.strategy, list(_why(best, candidates))
+
+
+def _another_strategy(config: Config, hardware: Hardware, launched_ranks: int | None) -> tuple[Offer, ...]:
+    """When a named strategy does not fit: what `auto` would take, with the ranks that it would have."""
+    free = dataclasses.replace(config, strategy="auto", deepspeed=None)
+    try:
+        plan = plan_run(free, hardware, launched_ranks=launched_ranks, can_build_ops=True, force=True)
+    except (PlanError, ConfigError):
+        return ()
+    return (Offer((f"strategy={plan.strategy.name}",), plan.chosen),) if plan.chosen.fits and not plan.misfits else ()
+
+
+def _ops_of(strategy: Strategy, hardware: Hardware, world_size: int) -> tuple[str, ...]:
+    ops = ["shm_comm"] if strategy.deepspeed and hardware.device == "cpu" and world_size > 1 else []
+    return (*ops, "cpu_adam") if strategy.offload_optimizer else tuple(ops)
+
+
+def _without_compiler(config: Config, strategy: Strategy, ops: tuple[str, ...], hardware: Hardware, world_size: int,
+                      launched_ranks: int | None) -> str:  # fmt: skip
+    """The note on falling back to one process.
+
+    Raises:
+        PlanError: with cards, or ranks that are there already, there is no falling back.
+    """
+    cure = "install one (Debian, Ubuntu: apt-get install g++ python3-dev)"
+    if hardware.device == "cuda" or launched_ranks is not None:
         raise PlanError(
-            listing("no strategy can run this", [f"{c.strategy.name} {'; '.join(c.reasons)}" for c in candidates])
+            f"strategy {strategy.name} needs DeepSpeed's {' and '.join(ops)} op, which is not built yet, and there is no "
+            f"C++ compiler (with Python's headers) to build it; {cure}"
+            + (", or use a strategy without offload" if strategy.offload_optimizer else "")
         )
-    return min(able, key=lambda c: (c.fullness <= 1, c.fullness)).strategy
+    return (f"there is no C++ compiler (with Python's headers), which DeepSpeed needs on the CPU: falling back from {strategy.name} on "
+            f"{world_size} ranks to one process with the same batch; {cure} to see {strategy.name}")  # fmt: skip
+
+
+def _least_short(candidates: list[Candidate], world_size: int) -> Strategy:
+    """When nothing fits: what nothing forbids, if there is any, and of that what is short of the least."""
+    able = [c for c in candidates if _can_choose(c.strategy, world_size)]
+    return min(able, key=lambda c: (c.forbidden, c.fullness <= 1, c.fullness)).strategy
 
 
 def _why(best: Candidate, candidates: list[Candidate]) -> Iterator[str]:
@@ -630,32 +672,34 @@ def _why(best: Candidate, candidates: list[Candidate]) -> Iterator[str]:
                 yield f"{other.strategy.name} would be about {ratio:.1f}x as fast; {why}"
 
 
-def _better_batch(config: Config, shape: ModelShape, chosen: Candidate, names: list[str], world_size: int, accumulation: int,
+def _better_batch(config: Config, shape: ModelShape, chosen: Candidate, world_size: int, accumulation: int,
                   hardware: Hardware) -> Iterator[str]:  # fmt: skip
     """The same batch in larger micro-batches: what is gathered and launched for each of them is paid less often."""
     train = config.train
-    together = train.micro_batch_size * accumulation
+    allowed = list(STRATEGIES) if config.strategy == "auto" else [chosen.strategy.name]
     best = None
-    for micro in range(train.micro_batch_size + 1, together + 1):
-        if together % micro:
-            continue
+    micro, steps = train.micro_batch_size, accumulation
+    while steps % 2 == 0:
+        micro, steps = 2 * micro, steps // 2
         changed = dataclasses.replace(
-            train, micro_batch_size=micro, grad_accum_steps=together // micro, global_batch_size=None
+            config,
+            train=dataclasses.replace(train, micro_batch_size=micro, grad_accum_steps=steps, global_batch_size=None),
         )
-        allowed = names if config.strategy == "auto" else [chosen.strategy.name]
-        other = _fastest([_assess(dataclasses.replace(config, train=changed), shape, STRATEGIES[n], world_size, together // micro, hardware)
-                          for n in allowed], world_size)  # fmt: skip
-        exact = other is not None and (not other.strategy.rounds_updates or chosen.strategy.rounds_updates)
-        if (
-            exact
-            and other.timing
-            and (best is None or other.timing.tokens_per_second > best[1].timing.tokens_per_second)
-        ):
-            best = micro, other
-    if best is not None and chosen.fits and best[1].timing.tokens_per_second > 1.15 * chosen.timing.tokens_per_second:
-        micro, other = best
-        yield (f"train.micro_batch_size={micro} train.grad_accum_steps={together // micro} is the same batch, about "
-               f"{other.timing.tokens_per_second / chosen.timing.tokens_per_second:.1f}x as fast ({other.strategy.name}, {figures(other)})")  # fmt: skip
+        possible = [n for n in allowed if _states_fit(changed, shape, STRATEGIES[n], world_size, steps, hardware)]
+        other = _fastest(
+            [_assess(changed, shape, STRATEGIES[n], world_size, steps, hardware) for n in possible], world_size
+        )
+        if other is None or (other.strategy.rounds_updates and not chosen.strategy.rounds_updates):
+            break
+        if other.timing and (best is None or other.timing.tokens_per_second > best[2].timing.tokens_per_second):
+            best = micro, steps, other
+    if best is not None and best[2].timing.tokens_per_second > 1.15 * chosen.timing.tokens_per_second:
+        micro, steps, other = best
+        words = f"train.micro_batch_size={micro}" + (
+            "" if train.global_batch_size else f" train.grad_accum_steps={steps}"
+        )
+        yield (f"{words} is the same batch, about {other.timing.tokens_per_second / chosen.timing.tokens_per_second:.1f}x as fast "
+               f"({other.strategy.name}, {figures(other)})")  # fmt: skip
 
 
 def _remarks(config: Config, shape: ModelShape | None, strategy: Strategy) -> Iterator[str]:
@@ -673,8 +717,8 @@ def _remarks(config: Config, shape: ModelShape | None, strategy: Strategy) -> It
         yield f"schedule warmup: the learning rate stays at {optim.lr:g} after the warm-up, it never decays"
 
 
-def refusal(config: Config, chosen: Candidate, candidates: list[Candidate], offers: tuple[Offer, ...], hardware: Hardware,
-            world_size: int) -> str:  # fmt: skip
+def refusal(config: Config, chosen: Candidate, short: tuple[str, ...], candidates: list[Candidate], offers: tuple[Offer, ...],
+            hardware: Hardware, world_size: int) -> str:  # fmt: skip
     """The error when it does not fit: what, got, why, what to do."""
     where = (
         f"{world_size} x {usable_gpu_bytes(hardware, world_size) / GIB:.1f} GiB"
@@ -683,25 +727,26 @@ def refusal(config: Config, chosen: Candidate, candidates: list[Candidate], offe
     )
     host = f"{hardware.host_memory_bytes / GIB:.0f} GiB host"
     what = f"{config.model.path} ({config.method.kind} fine-tune, seq_len {config.data.seq_len}, micro-batch {config.train.micro_batch_size})"
-    named = config.strategy != "auto" or config.deepspeed is not None
+    named = config.strategy != "auto" or config.deepspeed is not None or not chosen.reasons
     head = f"strategy {chosen.strategy.name} does not fit" if named else "no strategy fits"
-    shown = [chosen] if named else [c for c in candidates if _can_choose(c.strategy, world_size) and c.memory]
-    width = max(len(c.strategy.name) for c in shown)
+    rows = [(c.strategy.name, c.reasons) for c in candidates if _can_choose(c.strategy, world_size) and c.memory]
+    rows = [(chosen.strategy.name, short)] if named else rows
+    width = max(len(name) for name, _ in rows)
     lines = [f"{head} {what} on {where}, {host}."]
-    lines += [f"  {c.strategy.name:{width}}  {'; '.join(c.reasons)}" for c in shown]
-    if named and (best := _fastest(candidates, world_size)) is not None:
-        lines.append(f"  What fits: strategy={best.strategy.name} ({figures(best)})")
-    elif offers:
-        lines.append("  Nearest that fits:")
-        lines += [f"    {' '.join(o.overrides)}  ({o.candidate.strategy.name}, {figures(o.candidate)})"
-                  + (" - planned, not trained by this version yet" if o.overrides[0].startswith("method.kind") else "")
-                  for o in offers]  # fmt: skip
-    else:
-        lines.append(
+    lines += [f"  {name:{width}}  {'; '.join(reasons)}" for name, reasons in rows]
+    return "\n".join([*lines, *offer_lines(offers), "  --force (force=True) starts all the same."])
+
+
+def offer_lines(offers: tuple[Offer, ...]) -> list[str]:
+    if not offers:
+        return [
             "  No change of sequence length, micro-batch, precision or adapters fits: more or larger cards, or a smaller model."
-        )
-    lines.append("  --force (force=True) starts all the same.")
-    return "\n".join(lines)
+        ]
+    return ["  Nearest that fits:"] + [
+        f"    {' '.join(o.overrides)}  ({o.candidate.strategy.name}, {figures(o.candidate)})"
+        + (" - planned, not trained by this version yet" if o.overrides[0].startswith("method.kind") else "")
+        for o in offers
+    ]
 
 
 def figures(candidate: Candidate) -> str:

@@ -23,6 +23,7 @@ from .errors import CheckpointError, DataError, PlanError, RunError
 from .hardware import GIB, probe
 from .planner import Plan, plan_run
 from .report import RunResult
+from .shapes import fetch_config, find_shape
 
 if TYPE_CHECKING:
     from .data.blocks import Blocks
@@ -63,6 +64,8 @@ def finetune(
     launched = launch.launched_ranks()
     on_hosts, here = launch.read_hostfile(hostfile) if hostfile is not None else (None, True)
     run_dir, checkpoint, notes = checkpoints.choose_run_dir(config.output_dir, resume, new, launched is not None)
+    if find_shape(config.model.path) is None and launch.hub_answers():
+        fetch_config(config.model.path)  # what is not known cannot be planned, nor refused
     hardware, planned = probe(config.output_dir), config
     if resume:  # as it was begun; and the checkpoints that lie there are part of what it needs
         planned = checkpoints.as_begun(run_dir, config)
@@ -102,6 +105,9 @@ def finetune(
 
 
 def _can_train(config: Config, plan: Plan) -> None:
+    """What even --force does not start."""
+    if plan.chosen.forbidden:
+        raise PlanError(f"strategy {plan.strategy.name} {'; '.join(plan.chosen.reasons)}")
     if config.method.kind != "full":
         raise PlanError(
             f"method.kind={config.method.kind} is planned by this version and not trained by it; use method.kind=full"
@@ -151,7 +157,8 @@ class _Task:
 
 
 def _decided(config: Config, plan: Plan) -> Config:
-    train = dataclasses.replace(config.train, grad_accum_steps=plan.grad_accum_steps, global_batch_size=None)
+    loss = "chunked" if plan.chunked_loss else "naive"
+    train = dataclasses.replace(config.train, grad_accum_steps=plan.grad_accum_steps, global_batch_size=None, loss=loss)
     own_file = config.deepspeed is not None and plan.strategy.deepspeed
     return dataclasses.replace(
         config,

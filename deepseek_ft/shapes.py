@@ -286,6 +286,8 @@ def shape_from_config(c: Mapping[str, Any], where: str = "config.json") -> Model
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             if not (value == 0 and key in _MAY_BE_ZERO):
                 raise ConfigError(f"{where}: {key} is {value!r}; it must be a whole number above 0")
+    latent_keys = ("kv_lora_rank", "q_lora_rank", "n_routed_experts", "n_shared_experts")  # mean nothing to the others
+    c = {k: v for k, v in c.items() if v is not None and (kind.startswith("deepseek") or k not in latent_keys)}
     try:
         h, heads, layers, vocab = (
             c[k] for k in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -297,13 +299,17 @@ def shape_from_config(c: Mapping[str, Any], where: str = "config.json") -> Model
         routed, top_k = c.get("n_routed_experts") or 0, c["num_experts_per_tok"] if c.get("n_routed_experts") else 0
     except KeyError as error:
         raise ConfigError(f"{where}: {error.args[0]} is missing, which a {kind} model needs") from None
+    kv_heads = heads if latent else c.get("num_key_value_heads") or heads
+    if heads % kv_heads or head_dim < 1 or top_k > routed:
+        raise ConfigError(f"{where}: {heads} heads of {h} features cannot share {kv_heads} key heads" if top_k <= routed else
+                          f"{where}: a token cannot choose {top_k} of {routed} experts")  # fmt: skip
     return ModelShape(
         model_type=kind,
         hidden_size=h,
         vocab_size=vocab,
         tied=bool(c.get("tie_word_embeddings", False)),
         heads=heads,
-        kv_heads=heads if latent else c.get("num_key_value_heads") or heads,
+        kv_heads=kv_heads,
         qk_head_dim=qk,
         v_head_dim=c["v_head_dim"] if latent else head_dim,
         latent=latent,
@@ -342,10 +348,21 @@ def _hub_cache(model_id: str) -> Path | None:
     )
     try:
         revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, ValueError):
         return None
     folder = repository / "snapshots" / revision
     return folder if (folder / "config.json").is_file() else None
+
+
+def fetch_config(model_path: str) -> bool:
+    """Bring a hub model's config.json, a kilobyte, into the local cache, so that it can be planned; whether that went well."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        hf_hub_download(model_path, "config.json", etag_timeout=3)
+    except Exception:  # offline, or no such model: whoever needs the weights says it better
+        return False
+    return True
 
 
 def find_shape(model_path: str, tokenizer: str | None = None) -> ModelShape | None:
@@ -376,5 +393,5 @@ def find_shape(model_path: str, tokenizer: str | None = None) -> ModelShape | No
         raise ConfigError(f"model.path: {folder} holds no config.json; it is not a model folder")
     try:
         return shape_from_config(json.loads(file.read_text(encoding="utf-8-sig")), str(file))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from None

@@ -20,6 +20,8 @@ class Strategy:
     """Optimizer states and update on the host (DeepSpeedCPUAdam, a C++ op)."""
     offload_params: bool = False
     """Weights rest on the host and are copied in per layer."""
+    nvme: bool = False
+    """What is offloaded lies on a disk and passes through the host."""
     pipeline: bool = False
     """Each card holds a run of consecutive layers, and micro-batches pass through."""
     master_bytes: int = 4

@@ -61,8 +61,9 @@ def check_constants(given: Mapping[str, float]) -> dict[str, float]:
     for name, value in given.items():
         if name not in CONSTANTS:
             raise ConfigError(f"--constant: there is no {name!r}; known: {', '.join(CONSTANTS)}")
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"--constant: {name} must be above 0, got {value:g}")
+        usual = CONSTANTS[name].value
+        if not 1e-6 * usual <= value <= (1 if name == "compute_efficiency" else 1e6 * usual):
+            raise ConfigError(f"--constant: {name} must be above 0 and of the order of {usual:g}, got {value:g}")
     return dict(given)
 
 
@@ -126,7 +127,7 @@ def _values(hardware: Hardware, world_size: int, end: str | None) -> dict[str, f
 def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> dict[str, float]:
     shape, s, w, e, t = load.shape, load.strategy, load.world_size, load.element, load.tokens
     cards = [g.model for g in hardware.gpus[:w]]
-    peak = min(m.tensor_flops for m in cards) / (2 if load.precision == "fp32" else 1)
+    peak = min(m.fp32_flops if load.precision == "fp32" else m.tensor_flops for m in cards)
     bandwidth = min(m.memory_bytes_per_second for m in cards)
     n, trained = shape.parameters, _trained(load)
     steps = load.grad_accum_steps
@@ -222,7 +223,9 @@ def estimate_time(load: Workload, hardware: Hardware) -> Timing | None:
     )
     seconds = sum(parts.values())
     tokens = load.tokens * load.grad_accum_steps * load.world_size
-    peak = sum(g.model.tensor_flops for g in hardware.gpus[: load.world_size])
+    peak = load.world_size * min(
+        g.model.tensor_flops for g in hardware.gpus[: load.world_size]
+    )  # some may be on other hosts
     useful = load.shape.flops_per_token(load.seq_len, checkpointing=False, trained=1.0 if load.adapter is None else 0.0)
     return Timing(
         step_seconds=seconds,

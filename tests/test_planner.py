@@ -129,7 +129,7 @@ def test_seven_billion_on_128_gib_is_refused_with_the_host_figure():
     assert "train.precision=bf16  (zero3_offload_bf16, " in said and "method.kind=lora" in said
     assert "not trained by this version yet" in said and "--force" in said
     named = refused("train.precision=bf16", "strategy=zero3_offload", recipe=LLM, hardware=described_cards(host=128))
-    assert "strategy zero3_offload does not fit" in named and "What fits: strategy=zero3_offload_bf16" in named
+    assert "strategy zero3_offload does not fit" in named and "    strategy=zero3_offload_bf16  (zero3_offload_bf16, " in named
 
 
 def test_force_gives_a_plan_with_its_misfits():
@@ -151,9 +151,50 @@ def test_offers_fit_when_they_are_taken():
 
 
 def test_the_disk_is_counted():
-    said = refused(*MODEST, recipe=LLM, hardware=described_cards(disk=120))
-    assert "GiB of disk, 120.0 are free" in said and "train.save_total_limit=1" in said
+    said = refused(*MODEST, recipe=LLM, hardware=described_cards(disk=230))
+    assert "GiB of disk, 230.0 are free" in said and "train.save_total_limit=1" in said
     assert plan(*MODEST, "train.save_steps=null", recipe=LLM, hardware=described_cards(disk=20)).chosen.fits
+
+
+def test_the_disk_decides_no_strategy():
+    """It changes while a run goes, and rounded states are no cure for a full disk."""
+    for disk in (50, 150, 300, 2000):
+        assert plan(*MODEST, recipe=LLM, hardware=described_cards(disk=disk), force=True).strategy.name == "zero2_offload"
+
+
+def test_a_pinned_strategy_gets_offers_that_keep_it():
+    p = plan("strategy=zero2_offload", "train.precision=bf16", recipe=LLM, hardware=described_cards(), force=True)
+    assert p.misfits and any(o.overrides[0].startswith("strategy=") for o in p.offers)
+    for offer in p.offers:
+        words = [w for w in ("strategy=zero2_offload", "train.precision=bf16") if w.split("=")[0] not in {o.split("=")[0] for o in offer.overrides}]
+        assert plan(*words, *offer.overrides, recipe=LLM, hardware=described_cards()).strategy == offer.candidate.strategy
+
+
+def test_several_hosts():
+    """Six ranks on two hosts of three cards: each host holds its own ranks' share."""
+    one, two = (plan(*MODEST, "strategy=zero3_offload", recipe=LLM, hardware=described_cards(3), launched_ranks=n, force=True) for n in (3, 6))
+    states = ("optimizer states", "master weights", "gradients")
+    assert sum(two.memory.host[k] for k in states) == pytest.approx(sum(one.memory.host[k] for k in states) / 2, rel=0.01)
+    assert 0 < two.timing.mfu < 1
+
+
+def test_own_files_have_deepspeeds_defaults(tmp_path):
+    """What a file leaves out is not what the shipped files say."""
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    p = plan(f"deepspeed={file}", hardware=described_cards(3))
+    buckets = 4 * 500_000_000  # one of 5e8 in fp32: overlap_comm is off below stage 3
+    assert p.memory.moments["backward of layer 0, input norm"] > buckets > p.memory.moments["optimizer step"]
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}))
+    p = plan(f"deepspeed={file}", "train.precision=bf16", recipe=LLM, hardware=described_cards(host=128))
+    assert p.memory.host_bytes < 110 * GIB and "offloaded states" in p.memory.disk
+    file.write_text(json.dumps({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}))
+    assert not plan(f"deepspeed={file}", hardware=described_cards(3)).strategy.offload_optimizer
+
+
+def test_old_cards_get_a_table_and_an_offer():
+    p = plan("train.precision=bf16", "strategy=auto", hardware=described_cards(3, "v100"), force=True)
+    assert p.chosen.forbidden and any("train.precision" in o.overrides[0] for o in p.offers)
 
 
 def test_a_model_that_fits_nowhere():
