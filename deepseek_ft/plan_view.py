@@ -93,13 +93,15 @@ def _align(table: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     ]
 
 
-def breakdown(parts: Mapping[str, int], total: int, usable: int | None = None, width: int = 32) -> list[str]:
+def breakdown(
+    parts: Mapping[str, int], total: int, usable: int | None = None, word: str = "usable", width: int = 32
+) -> list[str]:
     lines = []
     scale = max(total, usable or 0, 1)
     for name, size in sorted(parts.items(), key=lambda item: -item[1]):
         if size >= 0.005 * GIB or size >= 0.01 * total:
             lines.append(f"  {name:24}{size / GIB:8.2f}  {'█' * round(width * size / scale)}")
-    end = f"  of {usable / GIB:.2f} usable" if usable else ""
+    end = f"  of {usable / GIB:.2f} {word}" if usable else ""
     lines.append(f"  {'together':24}{total / GIB:8.2f}{end}")
     return lines
 
@@ -154,6 +156,15 @@ def schedule_lines(plan: Plan, config: Config, schedule: Schedule | None) -> lis
         lines.append(
             f"lr        {config.optim.lr:g} {learning_rate_curve(config, schedule.steps, schedule.warmup_steps)}"
         )
+        saved = (
+            next((size for name, size in plan.memory.disk.items() if "checkpoints" in name), 0) if plan.memory else 0
+        )
+        if saved > GIB and config.train.save_steps and schedule.steps > config.train.save_steps:
+            one = saved / (config.train.save_total_limit + 1)
+            seconds = one / used_constants(plan.hardware, plan.world_size)["disk_write_bytes_per_second"][0]
+            lines.append(
+                f"saving    {schedule.steps // config.train.save_steps:,} checkpoints of {gib(one)} GiB, about {duration(max(1, seconds))} each"
+            )
     else:
         lines.append("schedule  not known before the data is there: train.max_steps, or a local data.path, would tell")
     return lines
@@ -170,7 +181,7 @@ def memory_lines(plan: Plan) -> list[str]:
     lines += breakdown(memory.gpu, memory.gpu_bytes, usable)
     lines += [f"host memory, GiB, all ranks, at its fullest ({memory.host_moment}):"]
     lines += breakdown(memory.host, memory.host_bytes, usable_host_bytes(plan.hardware))
-    lines += ["disk, GiB:", *breakdown(memory.disk, memory.disk_bytes, plan.hardware.disk_free_bytes)]
+    lines += ["disk, GiB:", *breakdown(memory.disk, memory.disk_bytes, plan.hardware.disk_free_bytes, "free")]
     return lines
 
 
