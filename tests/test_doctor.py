@@ -66,8 +66,9 @@ def test_every_line_is_there(examined):
 
 def test_what_was_measured_is_found_again(examined, monkeypatch):
     monkeypatch.setenv("DEEPSEEK_FT_CACHE", str(examined.cache))
-    kept = hardware.read_measured(hardware.probe().gpus)
-    assert kept == examined.constants
+    busy = any("busy" in f["says"] for f in examined.findings if f["name"] == "CPU")  # then nothing is kept
+    assert hardware.read_measured(hardware.probe().gpus) == ({} if busy else examined.constants)
+    kept = examined.constants
     for name in ("dram_bytes_per_second", "disk_write_bytes_per_second", "cpu_adam_core_seconds_per_parameter",
                  "fp16_scan_core_seconds_per_parameter"):  # fmt: skip
         assert kept[name] > 0
@@ -76,7 +77,7 @@ def test_what_was_measured_is_found_again(examined, monkeypatch):
 
 
 def test_nothing_is_left_in_the_folder(examined):
-    assert [path.name for path in examined.cache.iterdir()] == ["machine.json"]
+    assert {path.name for path in examined.cache.iterdir()} <= {"machine.json"}
 
 
 @pytest.mark.parametrize("illness", ["raise ImportError('undefined symbol: cudaFoo')", "raise OSError('libcudart.so.13')",
@@ -128,6 +129,14 @@ def test_the_table():
         lines[0].index("word") == lines[1].index("word") == lines[2].index("broken") == lines[3].index("-> mend --it")
     )
     assert lines[-1] == "1 ok, 0 warn, 1 fail"
+
+
+def test_nothing_is_remembered_from_a_busy_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEPSEEK_FT_CACHE", str(tmp_path))
+    measured = doctor.Finding("memory speed", "ok", "", measured={"dram_bytes_per_second": 1e10})
+    busy = doctor.Finding("CPU", "warn", "2 cores, 90 % busy with other work: too slow")
+    assert doctor.remember([busy, measured]).state == "warn" and not list(tmp_path.iterdir())
+    assert doctor.remember([measured]).state == "ok" and hardware.read_measured(hardware.probe().gpus) == {"dram_bytes_per_second": 1e10}
 
 
 def test_remember_keeps_what_was_not_measured_now(monkeypatch, tmp_path):
