@@ -418,144 +418,177 @@ def _gathered(load: Workload) -> tuple[float, dict[int, float]]:
     return at_loss, at_layer
 
 
-def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
-    """The moments of a step that can be the fullest, with everything alive on one card."""
-    if load.strategy.pipeline:
-        yield from _pipeline_moments(load)
-        return
-    shape, s, e, w, t = load.shape, load.strategy, load.element, load.world_size, load.tokens
-    h, vocab = shape.hidden_size, shape.vocab_size
-    stream = FP32 if load.autocast else e
-    n = _trained(load)
-    resident = _resident(load)
+class _Step:
+    """One optimizer step on one card: the moments that can be its fullest, each with everything that is alive then."""
 
-    def moment(made: float, **more: float) -> dict[str, float]:
-        """Everything alive once `made` elements of gradient have been made."""
-        total = dict(resident)
-        for parts in (_buffers(load, made), {k.replace("_", " "): v for k, v in more.items()}):
+    def __init__(self, load: Workload):
+        shape, e, t = load.shape, load.element, load.tokens
+        h = shape.hidden_size
+        self.load, self.t = load, t
+        self.trained = _trained(load)
+        self.resident = _resident(load)
+        self.head = shape.vocab_size * h
+        self.sizes = [kind.parameters for kind in shape.kinds for _ in range(kind.count)]
+        self.bucket = load.zero("reduce_bucket_size", h * h if load.strategy.stage == 3 else 100_000_000)
+        self.at_loss, self.at_layer = _gathered(load) if load.strategy.stage == 3 else (0.0, {})
+
+        # Activations that wait for the backward pass; of a layer that is computed again, what enters it.
+        self.stream = FP32 if load.autocast else e
+        self.tapes = [(kind, layer_tape(load, kind)) for kind in shape.kinds]
+        self.saved = [t * sum(op.saves for op in tape) for kind, tape in self.tapes for _ in range(kind.count)]
+        self.entering = self.stream * h * t
+        self.kept = [self.entering if load.checkpointing else each for each in self.saved]
+        self.rotary = t * (FP32 if shape.latent else 2 * e) * shape.rope_head_dim + 3 * 8 * t
+        trains = load.adapter is None
+        last_norm = t * (FP32 * h + FP32 + (self.stream + e) * h * trains)
+        self.activations = sum(self.kept) + last_norm + self.rotary
+
+        # Plain PyTorch keeps whole gradients, ZeRO lets them go as they are sharded.
+        self.gradient = FP32 if load.autocast else e
+        self.stays = load.strategy.stage == 0
+        self.earlier = self.gradient * self.trained if self.stays and load.grad_accum_steps > 1 else 0.0
+        # Autocast's copies of the weights: cached until the forward pass ends, saved where a layer is not recomputed.
+        self.cast = e if load.autocast else 0
+
+    def moment(self, made: float, **more: float) -> dict[str, float]:
+        """Everything alive once `made` elements of gradient have been made in this backward pass."""
+        total = dict(self.resident)
+        for parts in (_buffers(self.load, made), {k.replace("_", " "): v for k, v in more.items()}):
             for name, value in parts.items():
                 total[name] = total.get(name, 0) + value
         return total
 
-    # -- activations that wait for the backward pass
-    tapes = [(kind, layer_tape(load, kind)) for kind in shape.kinds]
-    saved = [t * sum(op.saves for op in tape) for kind, tape in tapes for _ in range(kind.count)]
-    entering = stream * h * t  # of a layer: what checkpointing keeps instead
-    kept = [entering if load.checkpointing else each for each in saved]
-    norm_saves = FP32 * h + FP32 + (stream * h if load.adapter is None else 0)
-    final = t * (norm_saves + (e * h if load.adapter is None else 0))
-    rotary = t * (2 * e * shape.rope_head_dim if not shape.latent else FP32 * shape.rope_head_dim) + 3 * 8 * t
-    activations = sum(kept) + final + rotary
+    def in_flight(self, numel: float) -> float:
+        """A gradient that has just been made. Plain PyTorch makes it in place, unless it is added or cast to another."""
+        load = self.load
+        if self.stays and load.grad_accum_steps == 1 and not load.autocast:
+            return 0.0
+        copied = (
+            load.strategy.stage == 3 and numel > self.bucket and numel % load.world_size
+        )  # padded, for the reduce-scatter
+        return load.element * numel * (2 if copied else 1)
 
-    # -- gradients that stay where they are made, and those in flight
-    gradient = FP32 if load.autocast else e
-    stay = s.stage == 0  # plain PyTorch keeps whole gradients
-    before = gradient * n if stay and load.grad_accum_steps > 1 else 0.0
-    # Autocast's copies of the weights: cached until the forward pass ends, saved where a layer is not recomputed.
-    cast = e if load.autocast else 0
-    sizes = [kind.parameters for kind in shape.kinds for _ in range(kind.count)]
-    at_loss, at_layer = _gathered(load) if s.stage == 3 else (0, {})
-    bucket = load.zero("reduce_bucket_size", h * h if s.stage == 3 else 100_000_000)
+    def norm64(self) -> float:
+        """DeepSpeed takes the norm of an offloaded gradient in double precision; the head's and the embedding's are large."""
+        s, w = self.load.strategy, self.load.world_size
+        if not s.offload_optimizer:
+            return 0.0
+        return FP64 * (self.head / w if s.stage == 3 else min(self.head, self.trained / w))
 
-    def in_flight(numel: float) -> float:
-        """A gradient before it is sharded: itself; one larger than the bucket cannot be flattened in place."""
-        if s.stage == 3:
-            return e * numel * (2 if numel > bucket and numel % w else 1)
-        return e * numel
+    def loss(self) -> Iterator[tuple[str, dict[str, float]]]:
+        load, t, e = self.load, self.t, self.load.element
+        h, vocab = load.shape.hidden_size, load.shape.vocab_size
+        trains_head = load.adapter is None
+        if not load.chunked_loss:
+            forward = t * vocab * (e + (FP32 if e < FP32 else 0) + FP32)  # logits, their fp32 copy, log-softmax
+            backward = t * vocab * 3 * FP32  # log-softmax and two gradients
+            left = e * t * vocab
+        else:
+            # First the denominator: a piece of logits in fp32 and a temporary. Then a piece, its 16-bit copy, and the
+            # gradients of the head and of what enters it, which stay until the backward pass.
+            piece = t * min(vocab, max(256, LOSS_ELEMENTS // t))
+            of_head = self.gradient * self.head * trains_head
+            forward = max(2 * FP32 * piece, (FP32 + e) * (piece + t * h) + of_head)
+            backward, left = FP32 * t * h + of_head, 0.0
+        saved_casts = self.cast * (self.head + (0 if load.checkpointing else sum(self.sizes)))
+        alive = {"activations": self.activations, "gathered_weights": e * self.at_loss}
+        all_casts = self.cast * (self.head + sum(self.sizes))
+        yield (
+            "loss, forward",
+            self.moment(0, logits_and_loss=forward, gradients=self.earlier, working_memory=all_casts, **alive),
+        )
+        yield (
+            "loss, backward",
+            self.moment(0, logits_and_loss=backward, gradients=self.earlier, working_memory=saved_casts, **alive),
+        )
+        if trains_head:
+            grads = max(self.earlier, self.gradient * self.head if self.stays else 0.0)
+            working = saved_casts + self.in_flight(self.head) + e * h * t
+            yield (
+                "gradient of the head",
+                self.moment(0, logits_and_loss=left, gradients=grads, working_memory=working, **alive),
+            )
+            yield (
+                "gradient of the head, reduced",
+                self.moment(self.head, gradients=grads, working_memory=working + self.norm64(), **alive),
+            )
 
-    # -- the loss
-    head = vocab * h
-    if not load.chunked_loss:
-        forward = t * vocab * (e + (FP32 if e < FP32 else 0) + FP32)  # logits, their fp32 copy, log-softmax
-        logits = t * vocab * 3 * FP32  # log-softmax and two gradients
-        head_work = e * t * vocab
-    else:
-        # First the denominator: a piece of logits in fp32 and a temporary. Then a piece, its 16-bit copy, and the
-        # gradients of the head and of what enters it, which stay until the backward pass.
-        piece = t * min(vocab, max(256, LOSS_ELEMENTS // t))
-        of_head = gradient * head if load.adapter is None else 0
-        forward = max(2 * FP32 * piece, (FP32 + e) * (piece + t * h) + of_head)
-        logits, head_work = FP32 * t * h + of_head, 0.0
-    saved_casts = cast * (head + (0 if load.checkpointing else sum(sizes)))
-    for at, wide, casts in (
-        ("loss, forward", forward, cast * (head + sum(sizes))),
-        ("loss, backward", logits, saved_casts),
-    ):
-        yield at, moment(
-            0, activations=activations, logits_and_loss=wide, gradients=before, working_memory=casts,
-            gathered_weights=e * at_loss,
-        )  # fmt: skip
-    grads = before
-    if load.adapter is None:
-        flying = in_flight(head)
-        norm64 = FP64 * (head / w if s.stage == 3 else min(head, n / w)) if s.offload_optimizer else 0
-        if stay:
-            grads, flying = max(grads, gradient * head), flying if load.grad_accum_steps > 1 or load.autocast else 0
-        yield "gradient of the head", moment(
-            0, activations=activations, logits_and_loss=head_work, gradients=grads, working_memory=saved_casts + flying + e * h * t,
-            gathered_weights=e * at_loss,
-        )  # fmt: skip
-        yield "gradient of the head, reduced", moment(
-            head, activations=activations, gradients=grads, working_memory=saved_casts + flying + norm64 + e * h * t,
-            gathered_weights=e * at_loss,
-        )  # fmt: skip
+    def layers(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Backward through the layers, last to first, operation by operation."""
+        load, shape, t = self.load, self.load.shape, self.t
+        trained = self.sizes
+        if load.adapter is not None:
+            each = [(adapter_parameters(_only(shape, kind), load.adapter), kind.count) for kind in shape.kinds]
+            trained = [size for size, count in each for _ in range(count)]
+        for i, kind, tape in _layers(self.tapes):
+            above = self.head * (load.adapter is None) + sum(trained[i + 1 :])
+            casts = self.cast * (self.sizes[i] if load.checkpointing else sum(self.sizes[: i + 1]))
+            lower = sum(self.kept[: i + 1]) if load.checkpointing else sum(self.kept[:i])
+            if load.checkpointing and self.stream == FP32:
+                lower -= self.entering  # an fp32 norm saves the checkpointed input itself
+            left, made = self.saved[i], above
+            for op in reversed(tape):
+                if load.adapter is None:
+                    numel = sum(math.prod(kind.weights[name]) for name in op.weights)
+                else:
+                    numel = sum(load.adapter.rank * sum(kind.weights[n]) for n in op.weights if load.adapter.adapts(n))
+                made += numel
+                yield f"backward of layer {i}, {op.name}", self.moment(
+                    made, activations=lower + left + self.rotary, working_memory=op.work * t + self.in_flight(numel) + casts,
+                    gradients=max(self.earlier, self.gradient * made) if self.stays else 0.0,
+                    gathered_weights=load.element * self.at_layer.get(i, 0),
+                )  # fmt: skip
+                left -= op.saves * t
 
-    # -- the layers, last to first
-    trained_sizes = sizes
-    if load.adapter is not None:
-        trained_sizes = [
-            size for kind in shape.kinds for size in [adapter_parameters(_only(shape, kind), load.adapter)] * kind.count
-        ]
-    for i, kind, tape in _layers(tapes):
-        above = (head if load.adapter is None else 0) + sum(trained_sizes[i + 1 :])
-        casts = cast * (sizes[i] if load.checkpointing else sum(sizes[: i + 1]))
-        grads_before = max(before, gradient * above if stay else 0.0)
-        left = saved[i]
-        shared = (
-            entering if load.checkpointing and stream == FP32 else 0
-        )  # an fp32 norm saves the checkpointed input itself
-        lower = sum(kept[: i + 1]) if load.checkpointing else sum(kept[:i])
-        made = 0.0
-        for op in reversed(tape):
-            numel = sum(math.prod(kind.weights[name]) for name in op.weights)
-            if load.adapter is not None:
-                numel = sum(load.adapter.rank * sum(kind.weights[x]) for x in op.weights if load.adapter.adapts(x))
-            made += numel
-            flying = 0.0 if stay and load.grad_accum_steps == 1 and not load.autocast else in_flight(numel)
-            yield f"backward of layer {i}, {op.name}", moment(
-                above + made, activations=lower + left - shared + rotary, working_memory=op.work * t + flying + casts,
-                gradients=max(grads_before, gradient * (above + made)) if stay else 0.0, gathered_weights=e * at_layer.get(i, 0),
-            )  # fmt: skip
-            left -= op.saves * t
-    if load.adapter is None:
-        flying = 0.0 if stay and load.grad_accum_steps == 1 and not load.autocast else in_flight(head)
-        norm64 = FP64 * (head / w if s.stage == 3 else min(head, n / w)) if s.offload_optimizer else 0
-        last = {"activations": rotary, "gradients": gradient * n if stay else 0.0,
-                "gathered_weights": e * head if s.stage == 3 and not shape.tied else 0}  # fmt: skip
-        tied = e * head if shape.tied else 0  # both gradients of a tied table, before they are added
-        yield "gradient of the embedding", moment(n - head, working_memory=e * h * t + flying + tied, **last)
+    def embedding(self) -> Iterator[tuple[str, dict[str, float]]]:
+        load, shape = self.load, self.load.shape
+        if load.adapter is not None:
+            return
+        sharded = load.strategy.stage == 3
+        alive = {"activations": self.rotary, "gradients": self.gradient * self.trained if self.stays else 0.0,
+                 "gathered_weights": load.element * self.head if sharded and not shape.tied else 0}  # fmt: skip
+        flying = self.in_flight(self.head)
+        both = load.element * self.head if shape.tied else 0  # gradients of a tied table, before they are added
+        entering = load.element * shape.hidden_size * self.t
+        yield (
+            "gradient of the embedding",
+            self.moment(self.trained - self.head, working_memory=entering + flying + both, **alive),
+        )
         # What went into a bucket is let go before the bucket is flattened; what is larger than one stays.
+        rest = flying if sharded or self.head > self.bucket else 0.0
         yield (
             "gradient of the embedding, reduced",
-            moment(n, working_memory=norm64 + (flying if head > bucket or s.stage == 3 else 0), **last),
+            self.moment(self.trained, working_memory=self.norm64() + rest, **alive),
         )
 
-    # -- the update
-    if s.offload_optimizer:
-        return  # on the host, when the card is empty of everything else
-    shard = n / (w if s.stage >= 1 else 1)
-    if s.stage == 3:
-        shard = min(shard, load.zero("sub_group_size", SUB_GROUP) + _largest(shape) / w)
-    # The shard's gradients are flattened into a copy, and that is cast to the master weights' type.
-    update = shard * (e + (s.master_bytes if s.master_bytes != e else 0)) if s.deepspeed else 0.0
-    left = e * n / w if s.stage in (1, 2) else gradient * n if not s.deepspeed else 0.0
-    largest = _largest(shape) if s.stage == 0 else shard
-    temporaries = 0.0 if load.fused_optimizer else 2 * min(s.master_bytes, FP32) * largest
-    total = dict(resident)
-    total["gradients"] = total.get("gradients", 0) + left + update
-    if s.stage == 3:  # its bucket is always there
-        total["communication buffers"] = e * bucket
-    yield "optimizer step", total | {"working memory": temporaries}
+    def update(self) -> Iterator[tuple[str, dict[str, float]]]:
+        load, s, e = self.load, self.load.strategy, self.load.element
+        if s.offload_optimizer:
+            return  # on the host, when the card is empty of everything else
+        n, w = self.trained, load.world_size
+        shard = n / (w if s.stage >= 1 else 1)
+        if s.stage == 3:
+            shard = min(shard, load.zero("sub_group_size", SUB_GROUP) + _largest(load.shape) / w)
+        # The shard's gradients are flattened into a copy, and that is cast to the master weights' type.
+        copies = shard * (e + (s.master_bytes if s.master_bytes != e else 0)) if s.deepspeed else 0.0
+        left = e * n / w if s.stage in (1, 2) else self.gradient * n if not s.deepspeed else 0.0
+        temporaries = (
+            0.0 if load.fused_optimizer else 2 * s.master_bytes * (_largest(load.shape) if s.stage == 0 else shard)
+        )
+        total = dict(self.resident)
+        total["gradients"] = total.get("gradients", 0) + left + copies
+        if s.stage == 3:  # its bucket is always there
+            total["communication buffers"] = e * self.bucket
+        yield "optimizer step", total | {"working memory": temporaries}
+
+
+def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
+    if load.strategy.pipeline:
+        yield from _pipeline_moments(load)
+        return
+    step = _Step(load)
+    for part in (step.loss, step.layers, step.embedding, step.update):
+        yield from part()
 
 
 def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:

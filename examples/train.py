@@ -19,11 +19,12 @@ def main() -> None:
     parser.add_argument("--deepspeed", metavar="FILE", help="a DeepSpeed file instead of the recipe's strategy")
     parser.add_argument("--resume", action="store_true", help="continue the unfinished run in output_dir")
     parser.add_argument("--new", action="store_true", help="start beside an unfinished run")
+    parser.add_argument("--force", action="store_true", help="start even if the plan says that it does not fit")
     parser.add_argument("--local_rank", help="the launcher passes it; the environment says the same")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     overrides = arguments.overrides + ([f"deepspeed={arguments.deepspeed}"] if arguments.deepspeed else [])
-    result = finetune(arguments.recipe, overrides, resume=arguments.resume, new=arguments.new)
+    result = finetune(arguments.recipe, overrides, resume=arguments.resume, new=arguments.new, force=arguments.force)
     if os.environ.get("RANK", "0") == "0":
         print(result)
 
