@@ -556,7 +556,7 @@ def _nccl(seen: _Seen) -> Iterator[Finding]:
     names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
     if len(seen.gpus) < 2:
         return
-    ada = any("RTX 40" in gpu.name for gpu in seen.gpus)
+    ada = any(gpu.has_no_p2p for gpu in seen.gpus)
     own = {name: os.environ[name] for name in names if name in os.environ}
     if not ada:
         yield Finding("NCCL", "ok", "set by you: " + " ".join(f"{n}={v}" for n, v in own.items()) if own
@@ -570,7 +570,7 @@ def _nccl(seen: _Seen) -> Iterator[Finding]:
                       f"can hang with {' '.join(f'{n}={own[n]}' for n in wrong)}", f"unset {' '.join(wrong)}")  # fmt: skip
     elif len(own) == len(names):
         yield Finding("NCCL", "ok", "RTX 40 cards have no peer-to-peer; both variables are set")
-    elif not all("RTX 40" in gpu.name for gpu in seen.gpus):
+    elif not all(gpu.has_no_p2p for gpu in seen.gpus):
         yield Finding("NCCL", "warn", "some of the cards are RTX 40, which have no peer-to-peer; nothing is set by itself "
                       "for mixed cards", export)  # fmt: skip
     elif old:

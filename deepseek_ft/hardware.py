@@ -145,6 +145,11 @@ class Gpu:
         return gpu_model(self.name)
 
     @property
+    def has_no_p2p(self) -> bool:
+        """GeForce RTX 40 cards do not talk to each other directly."""
+        return bool(re.search(r"RTX 40[5-9]0\b", self.name))
+
+    @property
     def has_bf16(self) -> bool:
         """bf16 on the tensor cores came with Ampere."""
         known = self.compute_capability or (self.model.compute_capability if self.model else (8, 0))
@@ -169,7 +174,7 @@ class Hardware:
     @property
     def needs_no_p2p(self) -> bool:
         """GeForce RTX 40 cards have no peer-to-peer: NCCL must be told, or the first collective can hang."""
-        return bool(self.gpus) and all(re.search(r"RTX 40\d0\b", gpu.name) for gpu in self.gpus)
+        return bool(self.gpus) and all(gpu.has_no_p2p for gpu in self.gpus)
 
     def describe(self) -> str:
         host = f"{self.cores} cores, {self.host_memory_bytes / GIB:.0f} GiB host memory"
