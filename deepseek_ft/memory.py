@@ -378,15 +378,6 @@ def _buffers(load: Workload, gradients_made: float) -> dict[str, float]:
     return parts
 
 
-def _layers(tapes: list[tuple[LayerKind, list[Op]]]) -> list[tuple[int, LayerKind, list[Op]]]:
-    """(index, kind, tape) of the first and the last layer of each kind: moments between them are never the fullest."""
-    found, start = [], 0
-    for kind, tape in tapes:
-        found += [(i, kind, tape) for i in sorted({start, start + kind.count - 1})]
-        start += kind.count
-    return found
-
-
 def _gathered(load: Workload) -> tuple[float, dict[int, float]]:
     """ZeRO-3: elements of whole weights on the card at the loss, and in the backward pass of each layer.
 
@@ -429,6 +420,10 @@ class _Step:
         self.resident = _resident(load)
         self.head = shape.vocab_size * h
         self.sizes = [kind.parameters for kind in shape.kinds for _ in range(kind.count)]
+        self.trained_head, self.trained_sizes = self.head, self.sizes
+        if load.adapter is not None:
+            each = [(adapter_parameters(_only(shape, kind), load.adapter), kind.count) for kind in shape.kinds]
+            self.trained_head, self.trained_sizes = 0, [size for size, count in each for _ in range(count)]
         self.bucket = load.zero("reduce_bucket_size", h * h if load.strategy.stage == 3 else 100_000_000)
         self.at_loss, self.at_layer = _gathered(load) if load.strategy.stage == 3 else (0.0, {})
 
@@ -515,13 +510,9 @@ class _Step:
 
     def layers(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Backward through the layers, last to first, operation by operation."""
-        load, shape, t = self.load, self.load.shape, self.t
-        trained = self.sizes
-        if load.adapter is not None:
-            each = [(adapter_parameters(_only(shape, kind), load.adapter), kind.count) for kind in shape.kinds]
-            trained = [size for size, count in each for _ in range(count)]
-        for i, kind, tape in _layers(self.tapes):
-            above = self.head * (load.adapter is None) + sum(trained[i + 1 :])
+        load, t = self.load, self.t
+        for i, kind, tape in self._telling_layers():
+            above = self.trained_head + sum(self.trained_sizes[i + 1 :])
             casts = self.cast * (self.sizes[i] if load.checkpointing else sum(self.sizes[: i + 1]))
             lower = sum(self.kept[: i + 1]) if load.checkpointing else sum(self.kept[:i])
             if load.checkpointing and self.stream == FP32:
@@ -539,6 +530,24 @@ class _Step:
                     gathered_weights=load.element * self.at_layer.get(i, 0),
                 )  # fmt: skip
                 left -= op.saves * t
+
+    def _telling_layers(self) -> list[tuple[int, LayerKind, list[Op]]]:
+        """(index, kind, tape) of the layers that can hold the fullest moment: the first and the last of each kind, for
+        everything between them grows or falls steadily, and those at which that changes: ZeRO-1 and 2 fill their first two
+        buckets, ZeRO-3 keeps weights gathered."""
+        each = [(kind, tape) for kind, tape in self.tapes for _ in range(kind.count)]
+        ends, start = set(), 0
+        for kind, _ in self.tapes:
+            ends |= {start, start + kind.count - 1}
+            start += kind.count
+        ends.add(max(0, len(each) - 2))  # adapters make their first gradient, and the buckets, inside the last layer
+        made = self.trained_head
+        for i in reversed(range(len(each))):
+            before, made = made, made + self.trained_sizes[i]
+            if any(before < full <= made for full in (self.bucket, 2 * self.bucket)):
+                ends |= {i, max(0, i - 1)}
+        ends |= {j for i in self.at_layer if i and self.at_layer[i] != self.at_layer[i - 1] for j in (i - 1, i)}
+        return [(i, *each[i]) for i in sorted(ends)]
 
     def embedding(self) -> Iterator[tuple[str, dict[str, float]]]:
         load, shape = self.load, self.load.shape

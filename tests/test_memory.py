@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from deepseek_ft.memory import (
     Adapter,
     Workload,
+    _Step,
     adapter_parameters,
     checkpoint_bytes,
     estimate,
@@ -233,3 +234,14 @@ def test_every_op_counts_something_real(load):
         assert all(op.saves >= 0 and op.work > 0 for op in tape)
         made = [name for op in tape for name in op.weights]
         assert sorted(made) == sorted(kind.weights)  # every parameter's gradient appears once
+
+
+@law
+@given(workloads)
+def test_no_layer_that_is_left_out_is_fuller(load):
+    """`_telling_layers` spares most layers; none of those may hold the fullest moment."""
+    step = _Step(load)
+    every = [(i, kind, tape) for i, (kind, tape) in enumerate((k, t) for k, t in step.tapes for _ in range(k.count))]
+    told = max(sum(parts.values()) for _, parts in step.layers())
+    step._telling_layers = lambda: every
+    assert max(sum(parts.values()) for _, parts in step.layers()) <= told * 1.0005
