@@ -57,30 +57,51 @@ def _verdict(candidate: Candidate) -> str:
     return "planned" if not candidate.strategy.runs else "tight" if candidate.tight else "yes"
 
 
+def _short_of(plan: Plan, candidate: Candidate) -> str:
+    """Why a strategy does not fit, in a few words and numbers."""
+    memory, over = candidate.memory, []
+    if (
+        memory is not None
+        and plan.hardware.gpus
+        and memory.gpu_bytes > (usable := usable_gpu_bytes(plan.hardware, plan.world_size))
+    ):
+        over.append(f"GPU {gib(memory.gpu_bytes)} > {gib(usable)}")
+    if memory is not None and memory.host_bytes > (usable := usable_host_bytes(plan.hardware)):
+        over.append(f"host {gib(memory.host_bytes)} > {gib(usable)}")
+    return "; ".join([*candidate.reasons[:1], *over] if candidate.forbidden else over)
+
+
 def rows(plan: Plan) -> list[list[str]]:
-    """The table of strategies, head first: fits, GPU GiB, host GiB, tokens/s with range, what limits it, why not."""
+    """The table of strategies, head first: fits, GPU GiB, host GiB, tokens/s with range, what limits it or is short."""
     on_cards = plan.device == "cuda"
-    table = [["strategy", "fits", "GPU GiB" if on_cards else "rank GiB", "host GiB", "tokens/s", "range", "limited by"]]
+    table = [
+        [
+            "strategy",
+            "fits",
+            "GPU GiB" if on_cards else "rank GiB",
+            "host GiB",
+            "tokens/s",
+            "range",
+            "limited by, or short of",
+        ]
+    ]
     for c in plan.candidates:
         if not c.strategy.chosen and c.strategy != plan.strategy:
             continue
         memory, timing = c.memory, c.timing
         speed = (
-            [
-                f"{timing.tokens_per_second:,.0f}",
-                "{:,.0f}-{:,.0f}".format(*timing.tokens_per_second_range),
-                timing.bottleneck,
-            ]
+            [f"{timing.tokens_per_second:,.0f}", "{:,.0f}-{:,.0f}".format(*timing.tokens_per_second_range)]
             if timing
-            else ["-", "", ""]
+            else ["-", ""]
         )
         if timing and not c.fits:
-            speed[0] = f"({speed[0]})"  # it will never run at that speed
+            speed = [f"({speed[0]})", ""]  # it will never run at that speed
+        why = _short_of(plan, c) if not c.fits else timing.bottleneck if timing else ""
         table.append([
             f"{'>' if c.strategy == plan.strategy else ' '} {c.strategy.name}", _verdict(c),
-            gib(memory.gpu_bytes) if memory else "?", gib(memory.host_bytes) if memory else "?", *speed,
+            gib(memory.gpu_bytes) if memory else "?", gib(memory.host_bytes) if memory else "?", *speed, why,
         ])  # fmt: skip
-    return table if on_cards else [row[:4] for row in table]
+    return table if on_cards else [[*row[:4], row[6]] for row in table]
 
 
 def _align(table: Sequence[Sequence[str]], right: set[int]) -> list[str]:
@@ -191,21 +212,12 @@ def problem_lines(plan: Plan) -> list[str]:
     return [f"It does not fit: {plan.strategy.name} " + "; ".join(plan.misfits), *offer_lines(plan.offers)]
 
 
-def reason_lines(plan: Plan) -> list[str]:
-    """Why each strategy that does not fit does not."""
-    shown = [c for c in plan.candidates if c.reasons and c.strategy.chosen]
-    width = max((len(c.strategy.name) for c in shown), default=0)
-    return [f"  {c.strategy.name:{width}}  {'; '.join(c.reasons)}" for c in shown]
-
-
 def text(plan: Plan, config: Config | None = None, schedule: Schedule | None = None, command: str | None = None) -> str:
     """One screen."""
     parts: list[str] = []
     if config is not None:
         parts += [headline(plan, config)]
     parts += [f"on {_machine(plan)}", "", *_align(rows(plan), {2, 3, 4}), ""]
-    if reasons := reason_lines(plan):
-        parts += ["not:", *reasons, ""]
     parts += [*memory_lines(plan), ""]
     if config is not None:
         parts += schedule_lines(plan, config, schedule)
