@@ -46,6 +46,16 @@ def test_different_models_get_different_answers():
     assert len(set(answers.values())) >= 4, answers
 
 
+def test_the_worked_example_of_the_docs_is_what_the_planner_says():
+    text = (GOLDEN.parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    words = ["train.precision=bf16", "train.micro_batch_size=4", "train.grad_accum_steps=8", "data.seq_len=1024", "output_dir=runs/x"]
+    plan = plan_run(load_config("deepseek-llm-7b/wikitext103_full", words), described(Hardware((), 32, 256 * GIB), gpu="rtx4090"), can_build_ops=True)
+    memory, timing = plan.memory, plan.timing
+    shown = [f"{memory.gpu[name] / GIB:.2f} |" for name in ("weights", "communication buffers", "activations", "working memory")]
+    shown += [f"| {memory.gpu_bytes / GIB:.2f} |", f"{memory.host_bytes / GIB:.1f} GiB", f"{timing.step_seconds:.1f} s", f"{round(timing.tokens_per_second, -2):,.0f} tokens/s"]
+    assert plan.strategy.name == "zero2_offload" and [part for part in shown if part not in text] == []
+
+
 if __name__ == "__main__":
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text(tables(), encoding="utf-8")
