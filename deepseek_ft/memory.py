@@ -641,6 +641,7 @@ def _only(shape: ModelShape, kind: LayerKind) -> ModelShape:
 
 def resident_bytes(load: Workload) -> tuple[float, float]:
     """What stays on a card from the first step to the last, and on the host: a lower bound that costs nothing."""
+    load = _on_one_card(load)
     return sum(_resident(load).values()), load.ranks_here * sum(_offloaded(load).values())
 
 
@@ -720,6 +721,21 @@ def export_bytes(load: Workload) -> int:
     return int(_trained(load) * (FP32 if not load.strategy.deepspeed and load.adapter is None else load.element))
 
 
+def _on_one_card(load: Workload) -> Workload:
+    """Tensor and sequence parallelism as the workload of one card that they amount to."""
+    s, w = load.strategy, load.world_size
+    plain = dataclasses.replace(s, deepspeed=True, tensor=False, sequence=False)
+    if s.tensor:
+        return dataclasses.replace(
+            load, shape=load.shape.part(w), strategy=plain, world_size=1, ranks_per_host=load.ranks_here
+        )
+    if s.sequence:
+        return dataclasses.replace(
+            load, strategy=dataclasses.replace(plain, stage=3), seq_len=math.ceil(load.seq_len / w)
+        )
+    return load
+
+
 def estimate(load: Workload, checkpoints: int = 0) -> Memory:
     """Memory of a training step, and disk of the run.
 
@@ -727,6 +743,7 @@ def estimate(load: Workload, checkpoints: int = 0) -> Memory:
         checkpoints: how many lie on the disk at once: the limit and one more, for the oldest goes when the newest is
             written.
     """
+    load = _on_one_card(load)
     moments: dict[str, int] = {}
     fullest: tuple[int, str, dict[str, float]] = (-1, "", {})
     for name, parts in _moments(load):

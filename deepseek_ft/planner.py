@@ -263,8 +263,20 @@ def _forbidden(
         yield f"is one process, and there are {world_size} ranks"
     if strategy.pipeline and shape is not None and world_size > shape.layers:
         yield f"needs a layer for each stage: {shape.layers} layers, {world_size} ranks"
-    if strategy.pipeline and config.method.kind != "full":
+    if (strategy.pipeline or strategy.tensor or strategy.sequence) and config.method.kind != "full":
         yield "trains every weight"
+    if (strategy.tensor or strategy.sequence) and world_size == 1:
+        yield "needs at least 2 ranks"
+    if (
+        (strategy.tensor or strategy.sequence)
+        and shape is not None
+        and (shape.heads % world_size or shape.kv_heads % world_size)
+    ):
+        heads = f"{shape.heads} heads" + (f" and {shape.kv_heads} key heads" if shape.kv_heads != shape.heads else "")
+        fitting = [n for n in range(2, 9) if shape.heads % n == 0 and shape.kv_heads % n == 0]
+        yield f"{heads} do not divide by {world_size} ranks" + (
+            f", but by {', '.join(map(str, fitting))}" if fitting else ""
+        )
     if config.method.kind == "qlora" and strategy.stage == 3:
         yield "cannot shard a 4-bit base"
     old = [gpu.name for gpu in hardware.gpus[:world_size] if not gpu.has_bf16]
@@ -303,7 +315,7 @@ def _assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_
     ):  # the table's baseline: one of the cards, the same batch
         accumulation, world_size = accumulation * world_size, 1
     reasons = list(_forbidden(config, shape, strategy, world_size, hardware))
-    if shape is None or (strategy.pipeline and world_size > shape.layers):
+    if shape is None or (strategy.pipeline and world_size > shape.layers) or (strategy.tensor and reasons):
         return Candidate(strategy, reasons=tuple(reasons), forbidden=bool(reasons))
     if deepspeed is None and strategy.deepspeed:
         deepspeed = _shipped(strategy.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -172,6 +173,22 @@ class ModelShape:
         attention = 2 * self.layers * self.attention_width * seq_len
         passes = 3 if checkpointing else 2
         return passes * (2 * body + attention) + trained * 2 * body + attention + (2 + trained) * 2 * head
+
+    def part(self, degree: int) -> ModelShape:
+        """What one of `degree` cards holds under tensor parallelism: heads and feed-forward columns split, the rest whole."""
+
+        def cut(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+            whole = ("norm", "kv_a_proj", "q_a_proj", "mlp.gate.")
+            if any(word in name for word in whole):
+                return shape
+            axis = {"o_proj.weight": 1, "down_proj.weight": 1, "experts.gate_up_proj": 1, "experts.down_proj": 2}
+            i = next((a for end, a in axis.items() if name.endswith(end)), 0)
+            if name.endswith(("o_proj.bias", "down_proj.bias")):
+                return shape
+            return (*shape[:i], shape[i] // degree, *shape[i + 1 :])
+
+        kinds = tuple(LayerKind(k.count, {n: cut(n, s) for n, s in k.weights.items()}) for k in self.kinds)
+        return dataclasses.replace(self, heads=self.heads // degree, kv_heads=self.kv_heads // degree, kinds=kinds)
 
     def stages(self, count: int, seq_len: int) -> list[int]:
         """Layers of each pipeline stage: the split whose slowest stage is the fastest, the head's work counted.

@@ -24,6 +24,10 @@ class Strategy:
     """What is offloaded lies on a disk and passes through the host."""
     pipeline: bool = False
     """Each card holds a run of consecutive layers, and micro-batches pass through."""
+    tensor: bool = False
+    """Each card holds a part of every layer's matrices, and all work on the same tokens."""
+    sequence: bool = False
+    """Each card holds a part of every sequence (Ulysses, arXiv:2309.14509), and ZeRO-3's shard of the weights."""
     master_bytes: int = 4
     """Bytes per parameter of the master weights, and of the gradients at the update."""
     moment_bytes: int = 8
@@ -62,6 +66,9 @@ _ROWS = [
              offload_params=True),
     Strategy("pipeline", "layers in stages, one per card, micro-batches in a row (1F1B), bf16 states on the card",
              deepspeed=False, pipeline=True, runs=False, **_BF16_STATES),
+    Strategy("tensor", "every matrix in parts, one per card (DeepSpeed's AutoTP)", deepspeed=False, tensor=True, runs=False),
+    Strategy("sequence", "every sequence in parts, one per card (Ulysses), weights as zero3", deepspeed=False, sequence=True,
+             runs=False),
 ]  # fmt: skip
 
 STRATEGIES: dict[str, Strategy] = {row.name: row for row in _ROWS}

@@ -125,6 +125,8 @@ def _values(hardware: Hardware, world_size: int, end: str | None) -> dict[str, f
 
 
 def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> dict[str, float]:
+    if load.strategy.tensor or load.strategy.sequence:
+        return _one_batch_parts(load, hardware, c)
     shape, s, w, e, t = load.shape, load.strategy, load.world_size, load.element, load.tokens
     cards = [g.model for g in hardware.gpus[:w]]
     peak = min(m.fp32_flops if load.precision == "fp32" else m.tensor_flops for m in cards)
@@ -185,6 +187,25 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     return parts
 
 
+def _one_batch_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> dict[str, float]:
+    """All cards share one micro-batch: a part of its matrices each, or of its tokens, and exchange activations in every layer."""
+    shape, w, e, t = load.shape, load.world_size, load.element, load.tokens
+    passes = 4 if load.checkpointing else 3
+    like = dataclasses.replace(
+        load.strategy, deepspeed=True, tensor=False, sequence=False, stage=3 if load.strategy.sequence else 0
+    )
+    ring = (w - 1) / w * t * shape.hidden_size * e / c["collective_bytes_per_second"]
+    if load.strategy.tensor:  # two all-reduces of the hidden states in every pass through a layer (arXiv:1909.08053 §3)
+        alone = dataclasses.replace(load, strategy=like, world_size=1)
+        parts = {name: seconds / w for name, seconds in _step_parts(alone, hardware, c).items()}
+        exchanged = passes * shape.layers * 2 * 2 * ring
+    else:  # four all-to-alls of a card's share in every pass (arXiv:2309.14509 §3.1), and ZeRO-3's gathers
+        parts = _step_parts(dataclasses.replace(load, strategy=like, seq_len=-(-load.seq_len // w)), hardware, c)
+        exchanged = passes * shape.layers * 4 * ring / w
+    parts["collectives"] = parts.get("collectives", 0.0) + load.grad_accum_steps * exchanged
+    return parts
+
+
 def _pipeline_parts(
     load: Workload, micro: Mapping[str, float], bandwidth: float, c: Mapping[str, float]
 ) -> dict[str, float]:
@@ -222,7 +243,8 @@ def estimate_time(load: Workload, hardware: Hardware) -> Timing | None:
         _step_parts(load, hardware, _values(hardware, load.world_size, end)) for end in (None, "low", "high")
     )
     seconds = sum(parts.values())
-    tokens = load.tokens * load.grad_accum_steps * load.world_size
+    shared = load.strategy.tensor or load.strategy.sequence  # one micro-batch for all cards
+    tokens = load.tokens * load.grad_accum_steps * (1 if shared else load.world_size)
     peak = load.world_size * min(
         g.model.tensor_flops for g in hardware.gpus[: load.world_size]
     )  # some may be on other hosts

@@ -145,9 +145,20 @@ def test_disk_by_hand():
 
 def test_every_component_is_counted_once():
     for name in STRATEGIES:
-        memory = estimate(load(name))
+        memory = estimate(load(name, world_size=2))
         assert memory.tensor_bytes == pytest.approx(sum(v for k, v in memory.gpu.items() if k not in ("CUDA context and NCCL", "allocator slack")), abs=100)
         assert min(memory.gpu.values()) >= 0 and memory.moment in memory.moments
+
+
+def test_tensor_and_sequence_parallel_by_hand():
+    """Matrices in two halves, embedding and head whole; or weights as zero3 and half the tokens."""
+    halves = SEVEN.part(2)
+    assert halves.parameters - halves.embedding_parameters == pytest.approx((SEVEN.parameters - SEVEN.embedding_parameters) / 2, rel=1e-4)
+    assert LITE.part(2).parameters < 0.53 * LITE.parameters
+    tensor = estimate(load("tensor", world_size=2, grad_accum_steps=1))
+    assert tensor.gpu["optimizer states"] == 8 * halves.parameters
+    whole, parts = (estimate(load(name, world_size=2, seq_len=4096)) for name in ("zero3", "sequence"))
+    assert parts.gpu["optimizer states"] == whole.gpu["optimizer states"] and parts.gpu_bytes < whole.gpu_bytes
 
 
 # ---------------------------------------------------------------------------------------------------- laws
@@ -158,7 +169,7 @@ SHAPES = [SEVEN, LITE] + [shape_from_config(PRESETS[p]) for p in PRESETS] + [
 workloads = st.builds(
     Workload,
     shape=st.sampled_from(SHAPES),
-    strategy=st.sampled_from([s for s in STRATEGIES.values() if not s.pipeline]),
+    strategy=st.sampled_from([s for s in STRATEGIES.values() if not (s.pipeline or s.tensor or s.sequence)]),
     world_size=st.integers(1, 8),
     micro_batch_size=st.integers(1, 16),
     seq_len=st.integers(16, 8192),

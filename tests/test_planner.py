@@ -204,6 +204,12 @@ def test_a_model_that_fits_nowhere():
 
 def test_arithmetic_is_shown():
     assert "a layer for each stage: 3 layers, 4 ranks" in refused("strategy=pipeline", "train.precision=bf16", hardware=described_cards(4))
+    for name in ("tensor", "sequence"):
+        said = refused(f"strategy={name}", "train.precision=bf16", recipe=LLM, hardware=described_cards(3))
+        assert "32 heads do not divide by 3 ranks, but by 2, 4, 8" in said
+    distilled = ("strategy=tensor", "train.precision=bf16", "model.path=deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")
+    assert "28 heads and 4 key heads do not divide by 3" in refused(*distilled, recipe=LLM, hardware=described_cards(3))
+    assert plan(*distilled, recipe=LLM, hardware=described_cards(4), force=True).memory is not None
     assert "bf16 needs an Ampere card" in refused("train.precision=bf16", hardware=described_cards(3, "t4"))
     assert plan("train.precision=fp16", "strategy=auto", hardware=described_cards(3, "t4")).chosen.fits
     with pytest.raises(ConfigError, match="v_proj is no linear layer of preset:tiny-v2; it has"):

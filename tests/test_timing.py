@@ -63,7 +63,7 @@ def test_published_rows_of_4090s(row):
 def test_the_parts_are_the_step():
     for name, strategy in STRATEGIES.items():
         if strategy.many_ranks:
-            timing = time_of(name)
+            timing = time_of(name, cards(2), world_size=2)
             assert sum(timing.parts.values()) == pytest.approx(timing.step_seconds)
             assert timing.bottleneck in LIMITS and set(timing.parts) <= set(LIMITS)
             low, high = timing.tokens_per_second_range
