@@ -51,8 +51,9 @@ class RunLog(TrainerCallback):
         if self.resumed_from is not None:
             counted = read_json(self.resumed_from / _COUNTS)
             self.trainer.target_tokens += counted.get("target_tokens", 0.0)
+            self.trainer.tokens += counted.get("tokens", 0.0)
             self.step_seconds = self._marked_seconds = counted.get("step_seconds", 0.0)
-            self._marked_tokens = float(self.trainer.target_tokens)
+            self._marked_tokens = self.trainer.tokens
         self._first_seconds = self.step_seconds
         if state.is_world_process_zero and sys.stderr.isatty():
             from tqdm import tqdm
@@ -75,7 +76,8 @@ class RunLog(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            counts = {"target_tokens": float(self.trainer.target_tokens), "step_seconds": self.step_seconds}
+            counts = {"target_tokens": float(self.trainer.target_tokens), "tokens": self.trainer.tokens,
+                      "step_seconds": self.step_seconds}  # fmt: skip
             write_json(Path(args.output_dir, f"checkpoint-{state.global_step}", _COUNTS), counts)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -83,18 +85,17 @@ class RunLog(TrainerCallback):
             return
         entry = {"step": state.global_step, "epoch": round(state.epoch or 0.0, 4), "time": round(time.time(), 3)}
         if "loss" in logs:
-            tokens = float(self.trainer.target_tokens)  # waits for the device, as reading the loss already did
+            tokens = self.trainer.tokens
             steps, seconds = state.global_step - self._marked_step, self.step_seconds - self._marked_seconds
-            # A block's first token is read but is no target; it counts as a token that was trained on.
-            seq_len = self.trainer.config.data.seq_len
-            rate = (tokens - self._marked_tokens) * seq_len / (seq_len - 1) / seconds if seconds else None
+            rate = (tokens - self._marked_tokens) / seconds if seconds else None
             done = state.global_step - self._first_step
             entry |= {
                 "loss": logs["loss"],
                 "learning_rate": self._learning_rate,
                 "grad_norm": logs.get("grad_norm"),
                 "tokens_per_second": rate,
-                "target_tokens": int(tokens),
+                "tokens": int(tokens),
+                "target_tokens": int(self.trainer.target_tokens),  # waits for the device, as reading the loss already did
                 "step_seconds": seconds / max(1, steps),
                 "peak_memory_bytes": peak_memory_bytes(self.trainer.plan.device),
                 "eta_seconds": (self.step_seconds - self._first_seconds)

@@ -19,6 +19,7 @@ examples:
   deepseek-ft train deepseek-llm-7b/wikitext103_full data.path=wikitext-103 train.precision=bf16 --gpus 3
   deepseek-ft plan deepseek-llm-7b/wikitext103_full --gpus 3 --gpu rtx4090 --host-ram-gib 256
   deepseek-ft recipes deepseek-coder-7b/code_full        show a recipe, resolved
+  deepseek-ft data show quickstart                       what is read and what is learnt
   deepseek-ft doctor                                     what would go wrong on this machine
 """
 
@@ -69,6 +70,21 @@ def _parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser("recipes", help="list the shipped recipes, or show one")
     recipes.add_argument("recipe", nargs="?")
     recipes.add_argument("overrides", nargs="*", metavar="key=value")
+
+    data = commands.add_parser("data", help="see what is trained on", description="Rows, figures and the cache of a recipe's data.")
+    of_data = data.add_subparsers(dest="data_command", metavar="show|stats|cache", required=True)
+    show = of_data.add_parser("show", help="the first rows, with what is learnt marked")
+    show.add_argument("-n", type=int, default=3, metavar="N", help="rows of each source (3)")
+    show.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N")
+    stats = of_data.add_parser("stats", help="figures of the whole data; tokenises it, once")
+    for one in (show, stats):
+        one.add_argument("recipe", help="a shipped recipe's name, or a YAML file")
+        one.add_argument("overrides", nargs="*", metavar="key=value")
+        one.add_argument("--part", choices=("train", "eval", "both"), default="both" if one is stats else "train")
+    cache = of_data.add_parser("cache", help="what the cache holds")
+    cache.add_argument("--prune", type=float, metavar="DAYS", help="delete what was not used for so many days; 0: everything")
+    for one in (show, stats, cache):
+        one.add_argument("--json", action="store_true", help="for programs")
 
     doctor = commands.add_parser("doctor", help="check this machine, and measure it")
     doctor.add_argument("--json", action="store_true", help="for programs")
@@ -204,6 +220,48 @@ def _doctor(arguments: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
+def _data(arguments: argparse.Namespace) -> None:
+    from .config import load_config
+    from .data import view
+    from .run import cache_dir, load_data, open_data
+
+    if arguments.data_command == "cache":
+        folder = cache_dir(None)
+        entries = view.cache_entries(folder)
+        if arguments.prune is not None:
+            entries = view.prune(entries, arguments.prune)
+        if arguments.json:
+            print(json.dumps(entries, indent=2))
+        elif arguments.prune is not None:
+            print(f"deleted {len(entries)} entries, {sum(e['bytes'] for e in entries) / 2**20:,.1f} MiB")
+        else:
+            print(view.cache_text(entries, folder))
+        return
+    config = load_config(arguments.recipe, arguments.overrides)
+    parts = ["train", "eval"] if arguments.part == "both" else [arguments.part]
+    parts = [part for part in parts if getattr(config.data, part)]
+    if not parts:
+        raise ConfigError(f"data.{arguments.part}: the recipe has no source there")
+    if arguments.data_command == "show":
+        encoder, corpora = open_data(config, cache_dir(config), parts)
+        rows = [row for part in parts for corpus in corpora[part]
+                for row in view.first_rows(corpus, encoder, config.data, arguments.n, arguments.skip)]  # fmt: skip
+        if arguments.json:
+            print(json.dumps(rows, ensure_ascii=False, indent=2))
+        else:
+            for number, row in enumerate(rows, 1):
+                print(view.row_text(row, number, sys.stdout.isatty()))
+        return
+    if config.data.streaming:
+        raise ConfigError("data.streaming: figures of the whole need the whole tokenised; add data.streaming=false")
+    _, blocks = load_data(config, cache_dir(config), parts)
+    found = {part: view.stats(blocks[part]) for part in parts}
+    if arguments.json:
+        print(json.dumps(found, ensure_ascii=False, indent=2))
+    else:
+        print("\n\n".join(view.stats_text(part, figures) for part, figures in found.items()))
+
+
 def _worker(words: list[str]) -> int:
     """`worker STAGE TASK`: a process that a run started for itself."""
     from . import launch
@@ -238,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     if late:
         arguments.overrides += late
     set_up_logging()
-    action = {"train": _train, "plan": _plan, "recipes": _recipes, "doctor": _doctor}[arguments.command]
+    action = {"train": _train, "plan": _plan, "recipes": _recipes, "data": _data, "doctor": _doctor}[arguments.command]
     try:
         return guard(lambda: action(arguments))
     except BrokenPipeError:  # as in `deepseek-ft recipes | head -1`

@@ -36,6 +36,8 @@ class ModelConfig:
     own, or for a preset one of the preset's vocabulary size trained on the spot."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more math for a fraction of the memory."""
+    attention: str = _choice("sdpa", "eager", "flash_attention_2")
+    """torch's own, the plain one, or flash attention 2, for which the package flash-attn must be installed."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,66 @@ class MethodConfig:
 @dataclass(frozen=True)
 class SourceConfig:
     source: str = "???"
-    """wikitext-103 | wikitext-103-raw | wikitext-2 | openwebtext | text | code | jsonl | python-stdlib"""
+    """A known name (see `KNOWN_SOURCES`); `files` for local files of any kind, recognised by their content; or a data
+    set's id on the hub, `owner/name`."""
     split: str | None = None
     """train | validation | test. Where the data has no splits of its own, `validation` is a fixed `holdout`
     share of the documents, chosen by their content, and `train` the others. null: every document."""
     path: str | None = None
-    """Local file or folder; null means `data.path`, and where that is null too, the hub."""
+    """Local file, folder or glob such as `data/*.jsonl`; null means `data.path`, and where that is null too, the hub."""
+    subset: str | None = None
+    """The configuration of a data set on the hub that has several."""
     include: list[str] | None = None
     """Globs below a folder; null means the source's usual file types."""
     exclude: list[str] | None = None
     """Globs below a folder to leave out."""
-    text_field: str = "text"
-    """The field of a JSONL or parquet row that holds the document."""
+    format: str = _choice("auto", "text", "code", "prompt_completion", "infill", "alpaca", "qa", "sharegpt", "messages")
+    """What a row is; auto: seen in the names of the first row's fields, and said in the log."""
+    text_field: str | None = None
+    """The field of a row that holds the document; null: text, content, code, document, passage or context."""
+    prompt_field: str | None = None
+    """What is read but not learnt; null: prompt, query, instruction, question or prefix."""
+    completion_field: str | None = None
+    """What is learnt after it; null: completion, response, output, answer or canonical_solution."""
+    messages_field: str | None = None
+    """The turns of a conversation; null: messages, conversations or conversation."""
+    weight: float = 1.0
+    """How often this source is seen per epoch: 2 is twice, 0.5 is a fixed half of it."""
     holdout: float = 0.01
     """Share of the documents in `split: validation` where the data has no such split of its own."""
     max_documents: int | None = None
     """Take only the first so many documents of this split."""
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    form: str = _choice("auto", "template", "deepseek_llm", "deepseek_coder", "deepseek_v3", "deepseek_v3_1", "deepseek_r1",
+                        "deepseek_r1_0528")  # fmt: skip
+    """How conversations are written. auto: by the tokenizer's own template or, where it has none, by its family."""
+    learn: str = _choice("all", "last")
+    """Which assistant turns are learnt."""
+    reasoning: str = _choice("keep", "drop")
+    """Whether a learnt turn keeps its `<think>` part."""
+    system: str | None = None
+    """System prompt of conversations that have none."""
+
+
+@dataclass(frozen=True)
+class CodeConfig:
+    """For sources of format `code`."""
+
+    fim_rate: float = 0.0
+    """Share of the documents that are turned into fill-in-the-middle examples; DeepSeek-Coder's authors use 0.5."""
+    spm_rate: float = 0.0
+    """Share of those that are written suffix first."""
+    repository: bool = False
+    """One document per repository, each file after those that it imports, instead of one per file."""
+    licenses: list[str] | None = None
+    """SPDX names of licences that are taken, or `permissive`; null: whatever it is."""
+    skip_generated: bool = True
+    """Leave out minified and generated files."""
+    gitignore: bool = True
+    """Leave out what .gitignore leaves out."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +126,23 @@ class DataConfig:
     """Where sources without a path of their own look."""
     cache_dir: str | None = None
     """Token caches and preset weights; null: $DEEPSEEK_FT_CACHE or ~/.cache/deepseek_ft."""
+    isolate: bool = True
+    """Documents that share a block do not see each other: positions begin anew, and attention stays inside each."""
+    overlong: str = _choice("cut", "drop", "error")
+    """What becomes of a conversation or completion longer than a block. cut: its end goes or, where that would leave
+    little to learn, the beginning of its prompt (see docs/data.md). Plain text goes on in the next block."""
+    on_bad_row: str = _choice("error", "skip")
+    max_bad_share: float = 0.01
+    """With `on_bad_row: skip`, the share of bad rows above which nothing is trained."""
+    special_tokens: str = _choice("auto", "text", "parse")
+    """What a special token's name inside a document is: `text`, or the token (`parse`). auto: the token if half of the
+    documents hold some, as text does that a template has rendered already."""
+    streaming: bool = False
+    """Tokenise while training and store nothing; needs train.max_steps."""
+    shuffle_rows: int = 1024
+    """With `streaming`, how many blocks are shuffled among each other; 1 keeps the order."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    code: CodeConfig = field(default_factory=CodeConfig)
 
 
 @dataclass(frozen=True)
@@ -149,8 +212,8 @@ class Config:
     three-card run in miniature)."""
 
 
-KNOWN_SOURCES = ("wikitext-103", "wikitext-103-raw", "wikitext-2", "wikitext-2-raw", "openwebtext", "text", "code", "jsonl",
-                 "python-stdlib")  # fmt: skip
+KNOWN_SOURCES = ("wikitext-103", "wikitext-103-raw", "wikitext-2", "wikitext-2-raw", "openwebtext", "files", "text", "code",
+                 "jsonl", "python-stdlib")  # fmt: skip
 # Setting one of a pair in an override replaces the other of the recipe below it.
 ALTERNATIVES = [
     ("optim.warmup_steps", "optim.warmup_ratio"),
@@ -184,6 +247,14 @@ OTHER_NAMES = {
     "evaluation_strategy": "train.eval_steps",
     "eval_strategy": "train.eval_steps",
     "save_strategy": "train.save_steps",
+    "packing": "data.isolate (rows are always packed; nothing is dropped)",
+    "sample_packing": "data.isolate (rows are always packed; nothing is dropped)",
+    "template": "data.chat.form",
+    "chat_template": "data.chat.form",
+    "conversation_template": "data.chat.form",
+    "train_on_inputs": "data.chat.learn (prompts are read, not learnt)",
+    "mask_history": "data.chat.learn",
+    "buffer_size": "data.shuffle_rows",
     "block_size": "data.seq_len",
     "max_seq_length": "data.seq_len",
     "max_length": "data.seq_len",
@@ -614,7 +685,11 @@ def _contradictions(config: Config) -> Iterator[str]:
     """What no single key shows: values outside their range, and settings that exclude each other."""
     from .strategies import STRATEGIES
 
-    for owner, prefix in ((config.method, "method."), (config.optim, "optim."), (config.train, "train.")):
+    sections = [(config.model, "model."), (config.method, "method."), (config.optim, "optim."), (config.train, "train."), (config.data, "data."),
+                (config.data.chat, "data.chat.")]  # fmt: skip
+    for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
+        sections += [(source, f"data.{name}.{i}.") for i, source in enumerate(sources)]
+    for owner, prefix in sections:
         for f in dataclasses.fields(owner):
             choices = f.metadata.get("choices")
             value = getattr(owner, f.name)
@@ -634,7 +709,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         "train.global_batch_size": train.global_batch_size, "train.log_steps": train.log_steps,
         "train.eval_steps": train.eval_steps, "train.save_steps": train.save_steps,
         "train.save_total_limit": train.save_total_limit, "optim.lr": optim.lr, "optim.eps": optim.eps,
-        "ranks": config.ranks, "method.rank": config.method.rank,
+        "ranks": config.ranks, "method.rank": config.method.rank, "data.shuffle_rows": data.shuffle_rows,
     }  # fmt: skip
     for key, value in positive.items():
         if value is not None and not 0 < value < float("inf"):
@@ -646,6 +721,9 @@ def _contradictions(config: Config) -> Iterator[str]:
         ("optim.decay_ratio", optim.decay_ratio, 0, 1),
         ("optim.warmup_ratio", optim.warmup_ratio, 0, 1),
         ("optim.warmup_steps", optim.warmup_steps, 0, float("inf")),
+        ("data.max_bad_share", data.max_bad_share, 0, 1),
+        ("data.code.fim_rate", data.code.fim_rate, 0, 1),
+        ("data.code.spm_rate", data.code.spm_rate, 0, 1),
     ):
         if value is not None and not low <= value <= high:
             yield f"{key}: got {value}; it must be {'at least 0' if high > 1 else 'between 0 and 1'}"
@@ -677,11 +755,18 @@ def _contradictions(config: Config) -> Iterator[str]:
 
     if not data.train:
         yield "data.train: no source to train on"
+    if data.streaming and train.max_steps is None:
+        yield "data.streaming needs train.max_steps: how much there is, is known only at its end"
+    for licence in data.code.licenses or ():
+        if "/" in licence or not licence.strip():
+            yield f"data.code.licenses: got {licence!r}; SPDX names such as MIT, or permissive"
     yield from _leaks(data)
     for name, sources in (("train", data.train), ("eval", data.eval)):
         for i, source in enumerate(sources):
             here = f"data.{name}.{i}"
-            if source.source not in KNOWN_SOURCES:
+            if not 0 < source.weight < float("inf"):
+                yield f"{here}.weight: got {source.weight}; it must be above 0"
+            if source.source not in KNOWN_SOURCES and not is_hub_id(source.source):
                 near = difflib.get_close_matches(source.source, KNOWN_SOURCES, n=1)
                 hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(KNOWN_SOURCES)}."
                 yield f"{here}.source: got {source.source!r}. {hint}"
@@ -691,6 +776,11 @@ def _contradictions(config: Config) -> Iterator[str]:
                 yield f"{here}.holdout: got {source.holdout}; a share between 0 and 1, such as 0.01"
             if source.max_documents is not None and source.max_documents < 1:
                 yield f"{here}.max_documents: got {source.max_documents}; it must be above 0"
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a source's name is that of a data set on the hub: `owner/name`."""
+    return source not in KNOWN_SOURCES and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", source)) and source[0] not in "./~"
 
 
 def _leaks(data: DataConfig) -> Iterator[str]:

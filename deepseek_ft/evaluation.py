@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .data.blocks import Blocks
+from .data.blocks import IGNORED, Blocks, collate
 
 
 @torch.no_grad()
@@ -27,6 +27,7 @@ def block_nll(
     under ZeRO-3 every forward pass is collective. Only one row's logits `(T, V)` are held in fp32 at a time.
     """
     was_training = getattr(model, "training", False)
+    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
     model.eval()
     sums = torch.zeros(len(blocks), dtype=torch.float64, device=device)
     starts = range(0, len(blocks), batch_size)
@@ -34,9 +35,10 @@ def block_nll(
         mine = turn * world_size + rank
         start = starts[mine] if mine < len(starts) else 0
         rows = range(start, min(start + batch_size, len(blocks)))
-        ids = torch.from_numpy(np.stack([blocks[i]["input_ids"] for i in rows])).to(device)
-        labels = torch.from_numpy(np.stack([blocks[i]["labels"] for i in rows])).to(device)
-        logits = model(input_ids=ids, use_cache=False).logits
+        batch = collate([blocks[i] for i in rows], lengths=attention.startswith("flash"))
+        batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        labels = batch.pop("labels")
+        logits = model(**batch, use_cache=False).logits  # a cache would make documents of one block see each other
         if mine < len(starts):
             for i, row in enumerate(rows):
                 sums[row] = torch.nn.functional.cross_entropy(
@@ -58,9 +60,11 @@ def summarise(nll: np.ndarray, blocks: Blocks, bytes_of_token: np.ndarray) -> di
     x bytes per white-space separated word), which for WikiText is the word-level perplexity of the literature up to
     its end-of-line tokens. tokens: how many targets were scored; each block's first token has no prediction.
     """
-    targets = np.asarray(blocks.ids[:, 1:])
-    tokens, total = targets.size, float(nll.sum())
-    target_bytes = int(bytes_of_token[targets].sum())
+    tokens, total, target_bytes = 0, float(nll.sum()), 0
+    for row in blocks:
+        targets = row["labels"][row["labels"] != IGNORED]
+        tokens += targets.size
+        target_bytes += int(bytes_of_token[targets].sum())
     loss = total / tokens
     figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
     if target_bytes:

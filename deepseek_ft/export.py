@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer
 
+from .data.blocks import IGNORED
+from .data.chat import ChatForm, end_token
 from .errors import CheckpointError, ConfigError
 from .evaluation import block_nll
 from .models import check_loading_info, load_tokenizer
@@ -39,6 +41,16 @@ def save_model_folder(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, fold
         partial.replace(folder)
 
 
+def learn_to_stop(model, tokenizer: PreTrainedTokenizerBase, form: ChatForm | None) -> None:
+    """Let generation stop at the token that was learnt as the end, and give a tokenizer without template the form's."""
+    stop = str(tokenizer.eos_token)
+    if form is not None:
+        stop = end_token(form)
+        if form.name != "template":
+            tokenizer.chat_template = form.template
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(stop)
+
+
 def check_model_folder(
     folder: Path, rows: Sequence[dict[str, np.ndarray]], block_nlls: Sequence[float], precision: str, seed: int
 ) -> dict:
@@ -65,7 +77,7 @@ def check_model_folder(
     if not rows:
         log.info("%s loaded in a fresh process; without held-out data there is no loss to compare", folder)
         return {}
-    tokens = sum(len(row["labels"]) - 1 for row in rows)
+    tokens = sum(int((row["labels"] != IGNORED).sum()) for row in rows)
     if not np.isfinite(block_nlls).all():
         raise CheckpointError(f"the run's own held-out loss is not a number: what is in {folder} cannot be used")
     expected, found = sum(block_nlls) / tokens, float(block_nll(model, rows, 1, device).sum()) / tokens

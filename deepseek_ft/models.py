@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .config import Config
+from .data.formats import texts
 from .data.sources import Corpus
 from .errors import CheckpointError, ConfigError
 from .planner import Plan
@@ -81,7 +82,7 @@ def _train_tokenizer(corpora: list[Corpus], size: int, cache_dir: Path) -> Path:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator((d for c in corpora for d in c.documents()), trainer)
+        tokenizer.train_from_iterator((t for c in corpora for e in c.examples() for t in texts(e)), trainer)
         building = folder.with_suffix(".building")
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
@@ -146,11 +147,6 @@ def _tokenizer_settings(source: str) -> dict:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def tokenizer_id(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Identity by content: whatever changes an id changes this."""
-    return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode("utf-8"), digest_size=16).hexdigest()
 
 
 def largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -251,6 +247,7 @@ def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTok
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=load_dtype(config, plan),
+            attn_implementation=config.model.attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are listed with the others, and refused below
         )

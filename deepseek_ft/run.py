@@ -27,6 +27,10 @@ from .shapes import fetch_config, find_shape
 
 if TYPE_CHECKING:
     from .data.blocks import Blocks
+    from .data.chat import ChatForm
+    from .data.sources import Corpus
+    from .data.stream import StreamedBlocks
+    from .data.tokenise import Encoder
 
 log = logging.getLogger(__name__)
 
@@ -182,14 +186,14 @@ def _look_for_data(config: Config) -> None:
 # ---------------------------------------------------------------------------------- the line, one process each
 
 
-def cache_dir(config: Config) -> Path:
-    """Where tokens and presets are kept; made on the spot.
+def cache_dir(config: Config | None) -> Path:
+    """Where tokens and presets are kept; made on the spot. None: where it is unless a recipe says otherwise.
 
     Raises:
         DataError: it cannot be written.
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "deepseek_ft")
-    folder = Path(config.data.cache_dir or os.environ.get("DEEPSEEK_FT_CACHE") or default).expanduser()
+    folder = Path((config and config.data.cache_dir) or os.environ.get("DEEPSEEK_FT_CACHE") or default).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -204,35 +208,80 @@ def cache_dir(config: Config) -> Path:
 class _Materials:
     tokenizer: Any
     model_source: str
-    train: Blocks
+    train: Blocks | StreamedBlocks
     eval: Blocks | None
+    form: ChatForm | None
+    """How conversations were written, if there were any."""
+
+
+def open_data(config: Config, cache: Path, parts: Sequence[str]) -> tuple[Encoder, dict[str, list[Corpus]]]:
+    """The tokenizer with its prompt form, and the sources of `train`, `eval` or both; nothing is tokenised yet.
+
+    Raises:
+        ConfigError, DataError: what is wrong with the tokenizer, or a source that is not there.
+    """
+    from .data.blocks import needs_form
+    from .data.chat import choose_form
+    from .data.sources import open_source
+    from .data.tokenise import Encoder
+    from .models import load_tokenizer, tokenizer_source
+
+    data = config.data
+    corpora = {
+        part: [open_source(s, data, cache, f"data.{part}.{i}") for i, s in enumerate(getattr(data, part))]
+        for part in dict.fromkeys(("train", *parts))  # a tokenizer may be trained on the training text
+    }
+    tokenizer = load_tokenizer(tokenizer_source(config, corpora["train"], cache))
+    form = None
+    if any(needs_form(corpora[part]) for part in parts):
+        form = choose_form(tokenizer, data.chat.form, config.model.path, data.chat.reasoning == "keep", data.chat.system)
+        log.info("conversations are written in the form %s, %s turns are learnt", form.name, data.chat.learn)
+    encoder = Encoder(tokenizer, form, data.special_tokens, data.code.fim_rate, data.code.spm_rate, config.seed)
+    return encoder, corpora
+
+
+def load_data(
+    config: Config, cache: Path, parts: Sequence[str] = ("train", "eval")
+) -> tuple[Encoder, dict[str, Blocks | StreamedBlocks]]:
+    """The same, and the blocks; what is not in the cache is tokenised now."""
+    from .data.blocks import load_blocks
+    from .data.stream import StreamedBlocks
+
+    encoder, corpora = open_data(config, cache, parts)
+    data, tokenizer = config.data, encoder.tokenizer
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    blocks: dict[str, Blocks | StreamedBlocks] = {}
+    for part in parts:
+        weights = [source.weight for source in getattr(data, part)]
+        if not corpora[part]:
+            continue
+        if part == "train" and data.streaming:
+            blocks[part] = StreamedBlocks(corpora[part], weights, encoder, data, config.seed, pad, cache)
+        else:
+            blocks[part] = load_blocks(
+                corpora[part], weights, encoder, data.seq_len, cache, data.isolate, data.overlong, pad
+            )
+    return encoder, blocks
 
 
 def _load_materials(config: Config) -> _Materials:
     """Tokenizer, blocks and the folder of the weights: made on the first call, found in the caches on the others."""
-    from .data.blocks import build_blocks
-    from .data.sources import open_source
-    from .models import load_tokenizer, model_source, tokenizer_id, tokenizer_source
+    from .models import model_source
 
     cache = cache_dir(config)
-    train_corpora = [open_source(s, config.data, cache, f"data.train.{i}") for i, s in enumerate(config.data.train)]
-    eval_corpora = [open_source(s, config.data, cache, f"data.eval.{i}") for i, s in enumerate(config.data.eval)]
-    tokenizer = load_tokenizer(tokenizer_source(config, train_corpora, cache))
-    identity, eos = tokenizer_id(tokenizer), tokenizer.eos_token_id
-
-    def blocks(corpora):
-        return build_blocks(corpora, tokenizer.backend_tokenizer, identity, eos, config.data.seq_len, cache)
-
-    train = blocks(train_corpora)
-    return _Materials(
-        tokenizer, model_source(config, tokenizer, cache), train, blocks(eval_corpora) if eval_corpora else None
-    )
+    encoder, blocks = load_data(config, cache)
+    source = model_source(config, encoder.tokenizer, cache)
+    return _Materials(encoder.tokenizer, source, blocks["train"], blocks.get("eval"), encoder.form)
 
 
 def prepare(task: _Task, plan: Plan) -> None:
     """Everything that must be there before the ranks start: C++ ops, tokenizer, blocks, weights."""
     ops.build(plan.ops)
-    blocks = len(_load_materials(task.config).train)
+    materials = _load_materials(task.config)
+    if task.config.data.streaming:
+        materials.train[0]  # whether there is something in it
+        return
+    blocks = len(materials.train)
     at_once = plan.micro_batch_size * plan.world_size
     if blocks < at_once:
         raise DataError(
@@ -255,7 +304,7 @@ def train(task: _Task, plan: Plan) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from .callbacks import RunLog, peak_memory_bytes
-    from .export import CHECKED_BLOCKS, save_model_folder
+    from .export import CHECKED_BLOCKS, learn_to_stop, save_model_folder
     from .losses import use_chunked_loss
     from .models import load_model, token_bytes
     from .report import plot_loss, read_metrics
@@ -268,6 +317,8 @@ def train(task: _Task, plan: Plan) -> None:
     for logger in quiet:  # the preparation has said it
         logger.setLevel(logging.WARNING)
     materials = _load_materials(config)
+    if config.data.streaming:
+        materials.train.length = config.train.max_steps * plan.global_batch_size
     total_steps = plan.total_steps(config, len(materials.train))
     if plan.strategy.deepspeed and plan.device == "cpu":
         import deepspeed
@@ -323,6 +374,7 @@ def train(task: _Task, plan: Plan) -> None:
 
     if materials.eval is not None and trainer.last_block_nll is None:  # resumed after its last step
         trainer.evaluate()
+    learn_to_stop(model, materials.tokenizer, materials.form)
     save_model_folder(trainer, materials.tokenizer, run_dir / "model")
     peak = _gathered(peak_memory_bytes(plan.device))
     host_peak = _gathered(peak_memory_bytes("cpu"))
@@ -330,9 +382,7 @@ def train(task: _Task, plan: Plan) -> None:
         metrics = read_metrics(run_dir / "metrics.jsonl")
         losses = [m["loss"] for m in metrics if "loss" in m]
         evals = [m for m in metrics if "eval_loss" in m]
-        tokens = float(trainer.target_tokens)
-        seq_len = config.data.seq_len
-        trained = tokens * seq_len / (seq_len - 1)
+        trained = float(trainer.tokens)
         before = _eval_figures(evals[0]) if evals and evals[0]["step"] == 0 else run.get("before")
         after = _eval_figures(evals[-1]) if evals and evals[-1]["step"] == trainer.state.global_step else None
         facts = trainer.engine_facts()
@@ -343,6 +393,7 @@ def train(task: _Task, plan: Plan) -> None:
             "steps": trainer.state.global_step,
             "global_batch_size": plan.global_batch_size,
             "tokens": round(trained),
+            "target_tokens": round(float(trainer.target_tokens)),
             "first_loss": losses[0] if losses else None,
             "last_loss": losses[-1] if losses else None,
             "before": before,
@@ -430,7 +481,8 @@ def verify(task: _Task) -> None:
     known = (run.get("check") or {}).get("block_nll", [])
     if task.config.data.eval and not known:
         raise RunError(f"{run_file} has no held-out losses to check the model with; resume the run")
-    rows = [_load_materials(task.config).eval[i] for i in range(len(known))]
+    _, blocks = load_data(task.config, cache_dir(task.config), ["eval"] if known else [])
+    rows = [blocks["eval"][i] for i in range(len(known))]
     try:
         run |= check_model_folder(task.run_dir / "model", rows, known, task.config.train.precision, task.config.seed)
     except CheckpointError:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainingArguments
 
 from . import evaluation
 from .config import Config
-from .data.blocks import Blocks
+from .data.blocks import Blocks, collate
 from .errors import RunError
 from .planner import Plan, warmup_steps
 from .schedules import build_scheduler
@@ -77,12 +78,16 @@ class FineTuneTrainer(Trainer):
     """`Trainer` with the recipe's learning-rate curve and a perplexity that does not depend on the batch size."""
 
     def __init__(self, *, config: Config, plan: Plan, bytes_of_token: np.ndarray, eval_blocks: Blocks | None, **kwargs):
-        super().__init__(data_collator=default_data_collator, eval_dataset=eval_blocks, **kwargs)
+        attention = str(kwargs["model"].config._attn_implementation)
+        collator = functools.partial(collate, lengths=attention.startswith("flash"))
+        super().__init__(data_collator=collator, eval_dataset=eval_blocks, **kwargs)
         self.config, self.plan = config, plan
         self.eval_blocks, self.bytes_of_token = eval_blocks, bytes_of_token
         self.last_block_nll: np.ndarray | None = None
         self.target_tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
         """Targets trained on so far, over all ranks; on the device, so that counting does not wait for it."""
+        self.tokens = 0.0
+        """Tokens trained on so far, over all ranks: what is only read and padding too, for they cost the same."""
 
     def create_optimizer(self, model=None):
         """The recipe's AdamW; where a strategy keeps the states on the host, DeepSpeed's own for the CPU."""
@@ -116,6 +121,12 @@ class FineTuneTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def _get_train_sampler(self, train_dataset=None):
+        """In order, where the data is a stream that shuffles itself."""
+        if self.config.data.streaming:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+        return super()._get_train_sampler(train_dataset)
+
     def _run_epoch(self, **kwargs):
         """Nothing, when the run is resumed from its very last checkpoint: Trainer would train one step too many."""
         if self.state.global_step >= self.state.max_steps:
@@ -137,6 +148,7 @@ class FineTuneTrainer(Trainer):
         samples, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
         if targets is not None:
             self.target_tokens += targets
+        self.tokens += sum(batch["input_ids"].numel() for batch in samples) * self.args.world_size
         return samples, targets
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):

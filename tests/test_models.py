@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from deepseek_ft import CheckpointError, ConfigError, load_config, plan_run
 from deepseek_ft.data.sources import Corpus
 from deepseek_ft.hardware import Hardware
+from deepseek_ft.data.tokenise import tokenizer_id
 from deepseek_ft.models import (
     load_model,
     load_tokenizer,
     model_source,
     token_bytes,
-    tokenizer_id,
     tokenizer_source,
 )
 from deepseek_ft.shapes import PRESETS

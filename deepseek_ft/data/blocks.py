@@ -1,166 +1,742 @@
-"""Documents -> blocks of `seq_len` token ids, in a memory-mapped file that is cached by what made it."""
+"""Tokens on disk, once per source whatever the block length, and blocks of `seq_len` as a view of them.
+
+A `TokenStore` is one source's documents as ids, in files that are mapped into memory. `Blocks` lays documents into rows:
+text one after the other, conversations by best fit. It is made anew at every start, in a moment, so another `seq_len`,
+weight or mixture tokenises nothing again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
+import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import DataError
-from .sources import Corpus
+from .files import LongText
+from .formats import Conversation, Example, Text, texts
+from .packing import best_fit
+from .sources import START, Corpus, Position, Report
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from .tokenise import Encoder
 
-FORMAT = 1  # part of every key: raise it when the same input should give other blocks
-_BATCH_BYTES = 4 << 20  # text per call of the tokenizer: enough to keep all cores busy, little enough to hold
+IGNORED = -100
+_BATCH_CHARACTERS = 4 << 20  # text per call of the tokenizer: enough to keep all cores busy, little enough to hold
+_SAVE_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+def _code_version() -> str:
+    """Of the rooms that decide what a document's tokens are: a cache of other code is another cache."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in ("files", "formats", "chat", "code", "tokenise", "sources", "blocks"):
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------ store
+
+
+@dataclass
+class StoreStats:
+    """What went into a store."""
+
+    source: str
+    form: str = "text"
+    """The format of its rows."""
+    chat_form: str | None = None
+    examples: int = 0
+    """Documents or conversations that were read."""
+    documents: int = 0
+    """Rows that came of them: a conversation may give several."""
+    text_bytes: int = 0
+    """UTF-8 bytes of the text, with what a prompt form adds."""
+    words: int = 0
+    """White-space separated words, for WikiText."""
+    tokens: int = 0
+    learnt: int = 0
+    """Tokens that are targets, but for the first of each document."""
+    blank: int = 0
+    other_split: int = 0
+    generated: int = 0
+    duplicates: int = 0
+    """Documents that an earlier one equals."""
+    special_text: int = 0
+    """Documents in which a special token's name was read as text."""
+    fim: int = 0
+    bad: int = 0
+    bad_listed: list[str] = field(default_factory=list)
+    is_stream: bool = True
+    """Text that runs on from block to block; otherwise each document stays whole."""
+    dtype: str = "uint32"
+    seconds: float = 0.0
+
+
+class TokenStore:
+    """A source's documents as ids; opening it costs nothing, whatever its size.
+
+    Attributes:
+        ids: (tokens,) of all documents, one after the other.
+        ends: (documents,) where each ends in `ids`.
+        learnt: (tokens,) of 0 and 1, or None where every token is learnt.
+    """
+
+    def __init__(self, folder: Path):
+        """
+        Raises:
+            ValueError, OSError, KeyError, TypeError: the files are not those that were written.
+        """
+        self.folder = folder
+        record = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        self.stats = StoreStats(**record["stats"])
+        known = record["files"]
+        for name, facts in known.items():
+            found = (folder / name).stat()
+            if found.st_size != facts["bytes"]:
+                raise ValueError(f"{name} has {found.st_size} bytes, {facts['bytes']} were written")
+            if found.st_mtime_ns != facts["mtime_ns"] and _digest(folder / name) != facts["blake2b"]:
+                raise ValueError(f"{name} is not what was written")
+        self.ids = _mapped(folder / "ids.bin", np.dtype(self.stats.dtype))
+        self.ends = _mapped(folder / "ends.bin", np.dtype(np.int64))
+        self.learnt = _mapped(folder / "learnt.bin", np.dtype(np.uint8)) if "learnt.bin" in known else None
+        with contextlib.suppress(OSError):
+            os.utime(folder / "store.json")  # when it was last of use, for `data cache`
+
+    def starts(self) -> np.ndarray:
+        return np.concatenate([[0], self.ends[:-1]])
+
+    def document(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
+        a, b = int(self.ends[i - 1]) if i else 0, int(self.ends[i])
+        return self.ids[a:b], None if self.learnt is None else self.learnt[a:b]
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    if path.stat().st_size == 0:
+        return np.zeros(0, dtype)
+    # A plain array over the map: memmap's own class costs microseconds at every slice.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def store_key(corpus: Corpus, encoder: Encoder) -> str:
+    fim = [encoder.fim_rate, encoder.spm_rate, encoder.seed] if corpus.is_code and encoder.fim_rate else None
+    made_of = [_code_version(), corpus.fingerprint, encoder.identity(), fim]
+    return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
+
+
+def build_store(corpus: Corpus, encoder: Encoder, cache_dir: Path) -> TokenStore:
+    """The tokens of a corpus, from the cache or made now.
+
+    Two processes that want the same tokens at once make them once. A build that was interrupted goes on where it stood.
+
+    Raises:
+        DataError: a source cannot be read or holds nothing, or the cache cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    folder = cache_dir / "tokens" / store_key(corpus, encoder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.info("data %s: another process is tokenising it; waiting", corpus.label)
+        lock.acquire()
+    try:
+        if folder.is_dir():
+            try:
+                store = TokenStore(folder)
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                log.warning("data %s: the cache %s is damaged (%s) and made again", corpus.label, folder, error)
+                shutil.rmtree(folder)
+            else:
+                log.info("data %s: %s tokens of %s documents from the cache", corpus.label, f"{store.stats.tokens:,}",
+                         f"{store.stats.documents:,}")  # fmt: skip
+                return store
+        building = folder.with_suffix(".building")
+        try:
+            _Builder(corpus, encoder, building).run()
+            building.replace(folder)
+        except OSError as error:
+            raise DataError(f"the token cache {building} cannot be written: {error.strerror or error}; set data.cache_dir "
+                            "or $DEEPSEEK_FT_CACHE to a disk with room, or make room: it goes on where it stood") from None  # fmt: skip
+        return TokenStore(folder)
+    finally:
+        lock.release()
+
+
+class _Builder:
+    """Writes a store's files beside their place, with a note of how far it is, so that it can be gone on with."""
+
+    def __init__(self, corpus: Corpus, encoder: Encoder, folder: Path):
+        self.corpus, self.encoder, self.folder = corpus, encoder, folder
+        self.position: Position = START
+        self.report = Report(bad=corpus.bad())
+        self.stats = StoreStats(corpus.label, dtype=encoder.dtype.name)
+        self.special = encoder.special_tokens
+        self.files: dict[str, object] = {}
+        self.saved = time.monotonic()
+        self.spent = 0.0
+
+    def run(self) -> None:
+        self._open()
+        self.started = time.monotonic()
+        progress = _Progress(self.corpus.label, self.stats.tokens)
+        try:
+            for batch in self._batches():
+                self._add(batch)
+                progress.show(self.stats.tokens, self.corpus.share(self.position))
+            self._finish()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._save()
+            raise
+        finally:
+            progress.close()
+            for file in self.files.values():
+                with contextlib.suppress(OSError):
+                    file.close()
+
+    # ----------------------------------------------------------------------------------- state on disk
+
+    def _open(self) -> None:
+        state = self.folder / "progress.json"
+        sizes: dict[str, int] = {}
+        try:
+            saved = json.loads(state.read_text(encoding="utf-8"))
+            sizes = saved["bytes"]
+            if any((self.folder / n).stat().st_size < size for n, size in sizes.items()):
+                raise ValueError("shorter than noted")
+            self.position, self.special = tuple(saved["position"]), saved["special"]
+            self.report, self.stats = Report.from_dict(saved["report"]), StoreStats(**saved["stats"])
+            self.spent = self.stats.seconds
+            log.info(
+                "data %s: going on after %s tokens, where it was interrupted",
+                self.corpus.label,
+                f"{self.stats.tokens:,}",
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            sizes = {}
+            # A special token's name is decided on once, by the first documents.
+        for name in ("ids.bin", "ends.bin", "learnt.bin", "hashes.bin"):
+            file = open(self.folder / name, "ab")  # closed by run
+            file.truncate(sizes.get(name, 0))
+            self.files[name] = file
+
+    def _save(self) -> None:
+        self.stats.seconds = self.spent + time.monotonic() - self.started
+        for file in self.files.values():
+            file.flush()
+        state = {"position": self.position, "special": self.special, "report": self.report.to_dict(), "stats": asdict(self.stats),
+                 "bytes": {n: f.tell() for n, f in self.files.items()}}  # fmt: skip
+        partial = self.folder / "progress.json.new"
+        partial.write_text(json.dumps(state), encoding="utf-8")
+        partial.replace(self.folder / "progress.json")
+        self.saved = time.monotonic()
+
+    # ----------------------------------------------------------------------------------------- the work
+
+    def _batches(self) -> Iterator[list[tuple[Position, Example]]]:
+        batch: list[tuple[Position, Example]] = []
+        size = 0
+        for item in self.corpus.read(self.position, self.report):
+            long = isinstance(item[1], Text) and isinstance(item[1].text, LongText)
+            if long and batch:
+                yield batch
+                batch, size = [], 0
+            batch.append(item)
+            size += sum(map(len, texts(item[1]))) if not long else _BATCH_CHARACTERS
+            if size >= _BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _add(self, batch: list[tuple[Position, Example]]) -> None:
+        examples = [example for _, example in batch]
+        if self.special == "auto":
+            self.special = decide_special(self.special, self.encoder, examples, self.corpus.label)
+        self.encoder.special_tokens = self.special
+        if isinstance(examples[0], Text) and isinstance(examples[0].text, LongText):
+            self._add_long(examples[0].text)
+        else:
+            self._add_rows(batch, examples)
+        self.stats.examples += len(examples)
+        self.position = batch[-1][0]
+        if time.monotonic() - self.saved > _SAVE_SECONDS:
+            self._save()
+
+    def _add_rows(self, batch: list, examples: list[Example]) -> None:
+        before = self.encoder.counts.copy()
+        encoded = self.encoder.encode(examples, self.corpus.is_code)
+        for i, why in encoded.rejected:
+            self.report.bad.rows -= 1  # counted as good when it was read
+            self.report.bad(self.corpus.where(batch[i][0]), why)
+        if not encoded.rows:
+            return
+        ids = np.concatenate([row.ids for row in encoded.rows])
+        masked = any(row.learnt is not None for row in encoded.rows)
+        if masked and not self.stats.is_stream and self.files["learnt.bin"].tell() < self.stats.tokens:
+            raise AssertionError("text and conversations in one source")
+        ids.tofile(self.files["ids.bin"])
+        lengths = np.array([len(row.ids) for row in encoded.rows], dtype=np.int64)
+        (self.stats.tokens + np.cumsum(lengths)).tofile(self.files["ends.bin"])
+        if masked:
+            self.stats.is_stream = False
+            learnt = np.concatenate([row.learnt for row in encoded.rows])
+            learnt.tofile(self.files["learnt.bin"])
+            self.stats.learnt += int(learnt.sum())
+        else:
+            self.stats.learnt += len(ids)
+        hashes = [hashlib.blake2b(row.ids, digest_size=8).digest() for row in encoded.rows]
+        self.files["hashes.bin"].write(b"".join(hashes))
+        self.stats.documents += len(encoded.rows)
+        self.stats.tokens += len(ids)
+        self.stats.text_bytes += encoded.text_bytes
+        if self.corpus.label.startswith("wikitext"):
+            self.stats.words += sum(len(t.split()) for e in examples for t in texts(e))
+        for name, count in (self.encoder.counts - before).items():
+            setattr(self.stats, name, getattr(self.stats, name) + count)
+
+    def _add_long(self, text: LongText) -> None:
+        """A document that is too long to hold, piece by piece; its parts are one document only at its end."""
+        start = self.stats.tokens
+        if self.encoder.bos is not None:
+            np.array([self.encoder.bos], self.encoder.dtype).tofile(self.files["ids.bin"])
+            self.stats.tokens += 1
+        batch: list[str] = []
+
+        def flush() -> None:
+            if batch:
+                for ids in self.encoder.encode_texts(batch):
+                    ids.tofile(self.files["ids.bin"])
+                    self.stats.tokens += len(ids)
+                batch.clear()
+
+        for piece in text.pieces():
+            batch.append(piece)
+            if len(batch) >= 8:
+                flush()
+        flush()
+        np.array([self.encoder.eos], self.encoder.dtype).tofile(self.files["ids.bin"])
+        self.stats.tokens += 1
+        np.array([self.stats.tokens], np.int64).tofile(self.files["ends.bin"])
+        self.files["hashes.bin"].write(text.digest)
+        self.stats.documents += 1
+        self.stats.learnt += self.stats.tokens - start
+        self.stats.text_bytes += text.bytes
+
+    def _finish(self) -> None:
+        stats, report = self.stats, self.report
+        stats.form = report.form or "text"
+        stats.chat_form = self.encoder.form.name if self.encoder.form and not stats.is_stream else None
+        stats.blank, stats.other_split, stats.generated = report.blank, report.other_split, report.generated
+        stats.bad, stats.bad_listed = report.bad.bad, report.bad.listed
+        report.bad.check()
+        if not stats.documents:
+            why = [f"{n:,} {what}" for n, what in ((report.blank, "blank"), (report.other_split, "of the other split"),
+                                                   (report.generated, "generated"), (stats.bad, "bad")) if n]  # fmt: skip
+            raise DataError(
+                f"data {self.corpus.label}: there is nothing in it"
+                + (f" but rows that are {', '.join(why)}" if why else "")
+            )
+        if not stats.learnt:
+            raise DataError(f"data {self.corpus.label}: not one of its {stats.tokens:,} tokens would be learnt")
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        hashes = np.fromfile(self.folder / "hashes.bin", dtype=np.uint64)
+        stats.duplicates = len(hashes) - len(np.unique(hashes))
+        stats.seconds = self.spent + time.monotonic() - self.started
+        names = ["ids.bin", "ends.bin"] + ([] if stats.is_stream else ["learnt.bin"])
+        facts = {}
+        for name in names:
+            found = (self.folder / name).stat()
+            facts[name] = {
+                "bytes": found.st_size,
+                "mtime_ns": found.st_mtime_ns,
+                "blake2b": _digest(self.folder / name),
+            }
+        for name in ("hashes.bin", "progress.json", *({"learnt.bin"} - set(names))):
+            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / "store.json").write_text(
+            json.dumps({"stats": asdict(stats), "files": facts}, indent=1), encoding="utf-8"
+        )
+        log.info("data %s: %s documents, %s tokens (%s tok/s), %.0f %% learnt", stats.source, f"{stats.documents:,}", f"{stats.tokens:,}",
+                 f"{stats.tokens / max(stats.seconds, 1e-9):,.0f}", 100 * stats.learnt / stats.tokens)  # fmt: skip
+        for line in _remarks(stats):
+            log.warning("data %s: %s", stats.source, line)
+
+
+def decide_special(wanted: str, encoder: Encoder, examples: Sequence[Example], label: str) -> str:
+    """`text` or `parse`: what a special token's name in a source's documents is, by the first of them."""
+    if wanted != "auto":
+        return wanted
+    documents = [e.text for e in examples[:100] if isinstance(e, Text) and isinstance(e.text, str)]
+    holding = sum(map(encoder.holds_control, documents))
+    if documents and holding * 2 >= len(documents):
+        log.info("data %s: %d of the first %d documents hold special tokens, so these are parsed; data.special_tokens=text "
+                 "would read them as text", label, holding, len(documents))  # fmt: skip
+        return "parse"
+    return "text"
+
+
+def _remarks(stats: StoreStats) -> Iterator[str]:
+    if stats.bad:
+        yield f"{stats.bad:,} rows cannot be used and were left out; the first: {'; '.join(stats.bad_listed[:3])}"
+    if stats.special_text:
+        yield (f"{stats.special_text:,} documents hold the name of a special token, read as the text that it is; "
+               "data.special_tokens=parse makes tokens of them")  # fmt: skip
+    if stats.duplicates > 0.1 * stats.documents:
+        yield f"{stats.duplicates:,} of {stats.documents:,} documents are copies of earlier ones"
+
+
+class _Progress:
+    """A bar where a person looks on, a line every ten seconds elsewhere."""
+
+    def __init__(self, label: str, tokens: int):
+        self.label, self.first = label, tokens
+        self.began = self.said = time.monotonic()
+        self.bar = None
+        if sys.stderr.isatty() and log.isEnabledFor(logging.INFO):
+            from tqdm import tqdm
+
+            self.bar = tqdm(
+                desc=f"tokenising {label}",
+                total=1.0,
+                bar_format="{desc}: {percentage:3.0f}% |{bar}| {postfix}",
+                leave=False,
+            )
+
+    def show(self, tokens: int, share: float | None) -> None:
+        now = time.monotonic()
+        speed = (tokens - self.first) / max(now - self.began, 1e-9)
+        eta = f", {(now - self.began) * (1 - share) / share:,.0f} s to go" if share and share < 1 else ""
+        if self.bar is not None:
+            self.bar.n = share or 0.0
+            self.bar.set_postfix_str(f"{tokens:,} tokens, {speed:,.0f} tok/s{eta}")
+        elif now - self.said > 10:
+            self.said = now
+            log.info("data %s: %s tokens, %s tok/s%s", self.label, f"{tokens:,}", f"{speed:,.0f}", eta)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+# ----------------------------------------------------------------------------------------------------- blocks
+
+
+@dataclass
 class BlockStats:
-    """What went in and what came out: `tokens == blocks * seq_len + dropped_tokens`."""
+    """What became of the documents. Every token of the stores is in a block as often as its weight says, or reported:
+    `tokens + cut_tokens + dropped_tokens` is what the stores hold, times the weights."""
 
     sources: list[str]
     documents: int
     text_bytes: int
-    """UTF-8 bytes of the documents."""
     words: int
-    """White-space separated words of the documents."""
     tokens: int
-    """Including one end-of-sentence token per document."""
+    """In blocks, without padding."""
     blocks: int
     seq_len: int
-    dropped_tokens: int
-    """The last, partial block."""
-    dtype: str
+    isolated: bool
+    cut_rows: int = 0
+    cut_tokens: int = 0
+    dropped_rows: int = 0
+    dropped_tokens: int = 0
+    padding: int = 0
+    per_source: dict[str, int] = field(default_factory=dict)
+    """Tokens of each source in the blocks."""
 
 
 class Blocks:
-    """A read-only sequence of blocks; opening it costs nothing, whatever its size."""
+    """Rows of `seq_len` tokens over one or several stores; a sequence that a DataLoader can read.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.stats = BlockStats(**json.loads((folder / "stats.json").read_text(encoding="utf-8")))
-        shape = (self.stats.blocks, self.stats.seq_len)
-        size = (folder / "tokens.bin").stat().st_size
-        if size != shape[0] * shape[1] * np.dtype(self.stats.dtype).itemsize:
-            raise ValueError(f"tokens.bin has {size} bytes, which is not {shape[0]} x {shape[1]} tokens")
-        self.ids = np.memmap(folder / "tokens.bin", dtype=self.stats.dtype, mode="r", shape=shape)
+    Each row is made of extents: a piece of one store's ids. In the text part row i is the i-th `seq_len` tokens of all
+    text, one document after the other; in the packed part it is the documents that best fit chose.
+    """
+
+    def __init__(self, stores: Sequence[TokenStore], weights: Sequence[float], seq_len: int, pad_id: int, isolate: bool = True,
+                 overlong: str = "cut"):  # fmt: skip
+        """
+        Raises:
+            DataError: the text is shorter than one block, or a row is longer and `overlong` is `error`.
+        """
+        self.stores, self.seq_len, self.pad_id, self.isolate = list(stores), seq_len, pad_id, isolate
+        self.stats = BlockStats([s.stats.source for s in stores], sum(s.stats.documents for s in stores),
+                                sum(s.stats.text_bytes for s in stores), sum(s.stats.words for s in stores), 0, 0, seq_len, isolate)  # fmt: skip
+        self._lay_text(weights)
+        self._lay_packed(weights, overlong)
+        stats = self.stats
+        stats.blocks = len(self)
+        stats.padding = stats.blocks * seq_len - stats.tokens
+        if not stats.blocks or (self._packed_rows == 0 and self._text_tokens < seq_len):
+            raise DataError(f"data {' + '.join(stats.sources)}: {stats.documents:,} documents hold {stats.tokens:,} tokens, and one block "
+                            f"takes data.seq_len={seq_len}; use a shorter data.seq_len or more text")  # fmt: skip
+
+    # --------------------------------------------------------------------------------------------- layout
+
+    def _lay_text(self, weights: Sequence[float]) -> None:
+        """Extents of the text, in order, and where each begins in the whole."""
+        extents = []
+        for number, (store, weight) in enumerate(zip(self.stores, weights, strict=True)):
+            if not store.stats.is_stream:
+                continue
+            size = len(store.ids)
+            whole = int(weight)
+            extents += [(number, 0, size)] * whole
+            if weight > whole:  # up to the document's end that is nearest to the share
+                wanted = (weight - whole) * size
+                i = min(int(np.searchsorted(store.ends, wanted)), len(store.ends) - 1)
+                if i and wanted - store.ends[i - 1] < store.ends[i] - wanted:
+                    i -= 1
+                extents.append((number, 0, int(store.ends[i])))
+                self.stats.dropped_tokens += size - int(store.ends[i]) if not whole else 0
+            self._count(store, sum(e[2] for e in extents if e[0] == number))
+        self._extents = extents
+        self._begins = np.concatenate([[0], np.cumsum([b - a for _, a, b in extents])]).astype(np.int64)
+        self._text_tokens = int(self._begins[-1])
+        self._text_rows = -(-self._text_tokens // self.seq_len)
+
+    def _count(self, store: TokenStore, tokens: int) -> None:
+        self.stats.tokens += tokens
+        self.stats.per_source[store.stats.source] = self.stats.per_source.get(store.stats.source, 0) + tokens
+
+    def _lay_packed(self, weights: Sequence[float], overlong: str) -> None:
+        """Which documents share a row: arrays of (store, start, length) in the order of the rows."""
+        which, starts, lengths = [], [], []
+        for number, (store, weight) in enumerate(zip(self.stores, weights, strict=True)):
+            if store.stats.is_stream:
+                continue
+            begin, size = store.starts(), np.diff(store.ends, prepend=0)
+            begin, size = self._shorten(store, begin, size, overlong)
+            whole = int(weight)
+            # A part of the documents, spread evenly: the same ones at every start.
+            share = np.floor(np.arange(1, len(size) + 1) * (weight - whole) + 1e-9)
+            some = np.flatnonzero(np.diff(share, prepend=0.0))
+            take = np.concatenate([np.tile(np.arange(len(size)), whole), some]).astype(np.int64)
+            if not whole:
+                self.stats.dropped_rows += len(size) - len(some)
+                self.stats.dropped_tokens += int(size.sum() - size[some].sum())
+            which.append(np.full(len(take), number, np.int32))
+            starts.append(begin[take])
+            lengths.append(size[take])
+            self._count(store, int(size[take].sum()))
+        self._packed_rows = 0
+        if not which or not sum(map(len, which)):
+            return
+        which, starts, lengths = map(np.concatenate, (which, starts, lengths))
+        order, self._row_begins = best_fit(lengths, self.seq_len)
+        self._which, self._starts, self._lengths = which[order], starts[order], lengths[order]
+        self._packed_rows = len(self._row_begins) - 1
+
+    def _shorten(self, store: TokenStore, begin: np.ndarray, size: np.ndarray, overlong: str):
+        """Begin and size of each document, those longer than a block by the stated rule."""
+        room = self.seq_len
+        long = np.flatnonzero(size > room)
+        begin, size = begin.copy(), size.copy()
+        if len(long) and overlong == "error":
+            worst = int(size[long].max())
+            raise DataError(f"data {store.stats.source}: {len(long):,} rows are longer than data.seq_len={room}, the longest has {worst:,} "
+                            "tokens; data.overlong=cut or drop says what becomes of them")  # fmt: skip
+        if overlong == "drop":
+            self.stats.dropped_rows += len(long)
+            self.stats.dropped_tokens += int(size[long].sum())
+            keep = np.setdiff1d(np.arange(len(size)), long)
+            begin, size = begin[keep], size[keep]
+        else:
+            for i in long:
+                a, b = cut_row(store.learnt[begin[i] : begin[i] + size[i]], room)
+                self.stats.cut_rows += 1
+                self.stats.cut_tokens += int(size[i] - (b - a))
+                begin[i], size[i] = begin[i] + a, b - a
+        return begin, size
+
+    # ----------------------------------------------------------------------------------------------- rows
 
     def __len__(self) -> int:
-        return self.stats.blocks
+        return self._text_rows + self._packed_rows
+
+    def extents(self, i: int) -> list[tuple[int, int, int]]:
+        """(store, start, end) of the documents, or parts of them, in row `i`."""
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        if i >= self._text_rows:
+            a, b = self._row_begins[i - self._text_rows], self._row_begins[i - self._text_rows + 1]
+            return [
+                (int(w), int(s), int(s + n))
+                for w, s, n in zip(self._which[a:b], self._starts[a:b], self._lengths[a:b], strict=True)
+            ]
+        begin, end = i * self.seq_len, min((i + 1) * self.seq_len, self._text_tokens)
+        found = []
+        j = int(self._begins.searchsorted(begin, side="right")) - 1
+        while begin < end:
+            number, first, _ = self._extents[j]
+            until = min(end, int(self._begins[j + 1]))
+            a, b = first + begin - int(self._begins[j]), first + until - int(self._begins[j])
+            ends = self.stores[number].ends
+            low, high = ends.searchsorted((a, b), side="right")
+            cuts = [a, *ends[low:high].tolist()]
+            if cuts[-1] != b:
+                cuts.append(b)
+            found += [(number, c, d) for c, d in zip(cuts[:-1], cuts[1:], strict=True)]
+            begin, j = until, j + 1
+        return found
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """`input_ids` and `labels`, both `(seq_len,)` int64: every token of a block is a target but its first."""
-        row = self.ids[i].astype(np.int64)
-        return {"input_ids": row, "labels": row}
+        """A row as `lay_out` describes it."""
+        if i < 0:
+            i += len(self)
+        extents = self.extents(i)
+        sizes = [b - a for _, a, b in extents]
+        masked = i >= self._text_rows
+        if not masked and len(extents) > 1:  # text of one store lies together: copied at once, however many documents
+            joined = [list(extents[0])]
+            for number, a, b in extents[1:]:
+                if joined[-1][0] == number and joined[-1][2] == a:
+                    joined[-1][2] = b
+                else:
+                    joined.append([number, a, b])
+            extents = joined
+        ids = [self.stores[number].ids[a:b] for number, a, b in extents]
+        learnt = [self.stores[number].learnt[a:b] for number, a, b in extents] if masked else None
+        return lay_out(ids, learnt, sizes, self.seq_len, self.pad_id, self.isolate)
+
+    def count_targets(self) -> int:
+        """Tokens that a loss is taken of, row by row: a pass over everything."""
+        return sum(int((row["labels"] != IGNORED).sum()) for row in self)
+
+    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        return [self[i] for i in rows]
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[i] for i in range(len(self)))
 
 
-def blocks_key(corpora: list[Corpus], tokenizer_id: str, seq_len: int) -> str:
-    made_of = {
-        "format": FORMAT,
-        "corpora": [c.fingerprint for c in corpora],
-        "tokenizer": tokenizer_id,
-        "seq_len": seq_len,
-    }
-    return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
+def lay_out(
+    ids: Sequence[np.ndarray], learnt: Sequence[np.ndarray] | None, sizes: Sequence[int], seq_len: int, pad_id: int, isolate: bool
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """A row: `input_ids`, `labels` and, where documents are apart, `position_ids`; each (seq_len,) int64.
+
+    A label of -100 is no target: the first token of a document, what is only read, and padding, which is at the row's
+    end. Positions begin at 0 with each document; transformers' masks read from them who sees whom.
+
+    Args:
+        ids: what the row holds, in any number of pieces.
+        learnt: the same pieces in 0 and 1; None: every token.
+        sizes: tokens of each document, in order.
+    """
+    row = np.empty(seq_len, np.int64)
+    at = 0
+    for piece in ids:
+        row[at : at + len(piece)] = piece
+        at += len(piece)
+    row[at:] = pad_id
+    labels = row.copy()
+    labels[at:] = IGNORED
+    if learnt is not None:
+        labels[:at][np.concatenate(learnt) == 0] = IGNORED
+    labels[0] = IGNORED
+    if not isolate:
+        return {"input_ids": row, "labels": labels}
+    positions = np.arange(seq_len)
+    if len(sizes) > 1 or at < seq_len:
+        edges = np.array(sizes).cumsum()  # where the next document, or the padding, begins
+        if edges[-1] == seq_len:
+            edges = edges[:-1]
+        labels[edges] = IGNORED
+        jumps = np.zeros(seq_len, np.int64)
+        jumps[edges] = np.diff(edges, prepend=0)
+        positions -= jumps.cumsum()
+    return {"input_ids": row, "labels": labels, "position_ids": positions}
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def cut_row(learnt: np.ndarray, room: int) -> tuple[int, int]:
+    """Which `room` tokens of a longer row are kept, so that it never loses all its targets.
+
+    From the row's beginning, where at least half of the room comes after its first target. Otherwise the prompt's
+    beginning goes, so that half of the room, or all of the first answer if that is shorter, is for what is learnt.
+
+    Returns:
+        Begin and end.
+    """
+    first = int(np.argmax(learnt))
+    if first <= room // 2:
+        return 0, room
+    rest = np.flatnonzero(learnt[first:] == 0)
+    answer = int(rest[0]) if len(rest) else len(learnt) - first
+    begin = first + min(answer, room - room // 2) - room
+    return max(0, begin), max(0, begin) + room
 
 
-def build_blocks(
-    corpora: list[Corpus], tokenizer: Tokenizer, tokenizer_id: str, eos_id: int, seq_len: int, cache_dir: Path
-) -> Blocks:
-    """Blocks over all documents of all corpora in order, an end-of-sentence token after each document.
+def collate(rows: Sequence[dict], lengths: bool = False) -> dict:
+    """Rows -> tensors (B, T).
 
-    They come from the cache when content, tokenizer and `seq_len` are those of an earlier call. Two processes that
-    want the same blocks at once build them once; an interrupted build leaves nothing that a later one would take.
+    Args:
+        lengths: also say where documents begin in the flattened batch, as flash attention wants it: it looks at positions
+            only where there is one row, and with several would let documents see each other.
+    """
+    import torch
+
+    batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+    if lengths and "position_ids" in batch:
+        begins = torch.nonzero(batch["position_ids"].reshape(-1) == 0).reshape(-1).to(torch.int32)
+        ends = torch.cat([begins, torch.tensor([batch["input_ids"].numel()], dtype=torch.int32)])
+        longest = int(ends.diff().max())
+        batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return batch
+
+
+def load_blocks(
+    corpora: Sequence[Corpus], weights: Sequence[float], encoder: Encoder, seq_len: int, cache_dir: Path, isolate: bool = True,
+    overlong: str = "cut", pad_id: int | None = None,
+) -> Blocks:  # fmt: skip
+    """Blocks over all documents of all corpora, tokenised now or found in the cache.
 
     Raises:
-        DataError: a source cannot be read, or all of it is shorter than one block.
+        DataError: a source cannot be read, or there is not one block in all of it.
     """
-    from filelock import FileLock
-
-    key = blocks_key(corpora, tokenizer_id, seq_len)
-    folder = cache_dir / "blocks" / key
-    label = " + ".join(c.label for c in corpora)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if folder.is_dir():
-            try:
-                blocks = Blocks(folder)
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                log.warning("data %s: the cache %s is damaged (%s) and made again", label, folder, error)
-                shutil.rmtree(folder)
-            else:
-                log.info("data %s: %s blocks of %d tokens from the cache", label, f"{len(blocks):,}", seq_len)
-                return blocks
-        building = folder.with_suffix(".building")
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir()
-        try:
-            stats = _tokenise(corpora, tokenizer, eos_id, seq_len, building / "tokens.bin", label)
-            (building / "stats.json").write_text(json.dumps(asdict(stats), indent=1), encoding="utf-8")
-            building.replace(folder)
-        except OSError as error:
-            raise DataError(f"the token cache {building} cannot be written: {error.strerror or error}; set data.cache_dir "
-                            "or $DEEPSEEK_FT_CACHE to a disk with room") from None  # fmt: skip
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    return Blocks(folder)
+    special = encoder.special_tokens
+    stores = []
+    for corpus in corpora:
+        encoder.special_tokens = special
+        stores.append(build_store(corpus, encoder, cache_dir))
+    encoder.special_tokens = special
+    blocks = Blocks(stores, weights, seq_len, encoder.eos if pad_id is None else pad_id, isolate, overlong)
+    stats = blocks.stats
+    log.info("data %s: %s blocks of %d, %s tokens, %.1f %% padding%s", " + ".join(stats.sources), f"{stats.blocks:,}", seq_len,
+             f"{stats.tokens:,}", 100 * stats.padding / (stats.blocks * seq_len),
+             f"; {stats.cut_rows:,} rows cut by {stats.cut_tokens:,} tokens" if stats.cut_rows else "")  # fmt: skip
+    return blocks
 
 
-def _tokenise(
-    corpora: list[Corpus], tokenizer: Tokenizer, eos_id: int, seq_len: int, path: Path, label: str
-) -> BlockStats:
-    dtype = np.uint16 if tokenizer.get_vocab_size(with_added_tokens=True) <= 2**16 else np.uint32
-    documents = text_bytes = words = tokens = 0
-    started = said = time.monotonic()
-    with open(path, "wb") as file:
-        for corpus in corpora:
-            for batch in _batches(corpus.documents()):
-                rows = []
-                for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                    rows.append(np.array([*encoding.ids, eos_id], dtype=dtype))
-                ids = np.concatenate(rows)
-                ids.tofile(file)
-                documents += len(batch)
-                tokens += len(ids)
-                text_bytes += sum(len(d.encode("utf-8")) for d in batch)
-                words += sum(len(d.split()) for d in batch)
-                if time.monotonic() - said > 5:
-                    said = time.monotonic()
-                    log.info("data %s: %s tokens, %s tok/s", label, f"{tokens:,}", f"{tokens / (said - started):,.0f}")
-        blocks = tokens // seq_len
-        if blocks == 0:
-            raise DataError(f"data {label}: {documents:,} documents hold {tokens:,} tokens, and one block takes data.seq_len="
-                            f"{seq_len}; use a shorter data.seq_len or more text")  # fmt: skip
-        file.truncate(blocks * seq_len * np.dtype(dtype).itemsize)
-        file.flush()
-        os.fsync(file.fileno())
-    dropped = tokens - blocks * seq_len
-    seconds = time.monotonic() - started
-    log.info("data %s: %s documents, %s tokens (%s tok/s) -> %s blocks of %d; the last %d tokens are no full block",
-             label, f"{documents:,}", f"{tokens:,}", f"{tokens / seconds:,.0f}", f"{blocks:,}", seq_len, dropped)  # fmt: skip
-    return BlockStats([c.label for c in corpora], documents, text_bytes, words, tokens, blocks, seq_len, dropped,
-                      np.dtype(dtype).name)  # fmt: skip
+def needs_form(corpora: Sequence[Corpus]) -> bool:
+    """Whether any of them holds conversations, by their first examples."""
+    for corpus in corpora:
+        for example in corpus.examples():
+            if isinstance(example, Conversation):
+                return True
+            break
+    return False

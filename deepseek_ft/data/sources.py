@@ -1,31 +1,30 @@
-"""A source's name or path -> its documents, and a fingerprint of their content.
+"""A source's name or path -> what is learnt from it, one example after the other, and a fingerprint of its content.
 
-One function per kind of source. Files are read as the bytes they are: only UTF-8 decoding, no newline translation.
+`files` reads bytes, `formats` turns rows into examples; here is which files, in which order, and which of their rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import gzip
 import hashlib
-import io
 import json
-import lzma
+import logging
 import os
 import re
 import sysconfig
-import tarfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
-from ..config import DataConfig, SourceConfig
+from ..config import DataConfig, SourceConfig, is_hub_id
 from ..errors import DataError
+from . import code
+from .files import ROW_READERS, BadRows, LongText, decode, kind_of, open_bytes, read_tar, read_text
+from .formats import Example, Text, convert, recognise, texts
 
-# Name -> (hub id, config). The scriptless parquet copies: `datasets` 4 and later run no loading scripts.
+# Name -> (hub id, config, revision). The scriptless parquet copies: `datasets` 4 and later run no loading scripts.
 HUB = {
     "wikitext-103": ("Salesforce/wikitext", "wikitext-103-v1", None),
     "wikitext-103-raw": ("Salesforce/wikitext", "wikitext-103-raw-v1", None),
@@ -36,43 +35,94 @@ HUB = {
 
 _CODE = ("c cc cpp cu cuh cs css dart f90 go h hpp html hs java jl js json jsx kt lua m md ml mm php pl proto py pyi r "
          "rb rs scala sh sql swift ts tsx vue yaml yml toml v vhd zig")  # fmt: skip
+_PACKED = ("", ".gz", ".xz", ".zst")
+_ROWS = [f"*.{ending}{packed}" for ending in ("jsonl", "ndjson", "json", "parquet", "csv", "tsv") for packed in _PACKED]
+_TEXTS = [f"*.{ending}{packed}" for ending in ("txt", "md", "rst") for packed in _PACKED]
 _PATTERNS = {
-    "text": ["*.txt", "*.md", "*.rst", "*.txt.gz", "*.txt.xz"],
+    "text": _TEXTS,
     "code": [f"*.{ending}" for ending in _CODE.split()] + ["Makefile", "Dockerfile", "CMakeLists.txt"],
-    "jsonl": ["*.jsonl", "*.jsonl.gz", "*.jsonl.xz", "*.ndjson"],
+    "jsonl": [p for p in _ROWS if "json" in p],
     "python-stdlib": ["*.py"],
-    "openwebtext": ["*.jsonl", "*.jsonl.gz", "*.jsonl.xz", "*.parquet", "*.txt", "*.xz", "*.tar"],
+    "openwebtext": [*_ROWS, *_TEXTS, "*.xz", "*.tar"],
 }
 _NEVER = {"node_modules", "__pycache__", "site-packages", "venv"}  # and every folder that begins with a dot
 _SPLIT_WORDS = {"train": ("train",), "validation": ("valid", "validation", "dev"), "test": ("test",)}
+log = logging.getLogger(__name__)
+
+Position = tuple[int, int]
+"""(file, row in it) of an example, after which reading can go on."""
+START: Position = (0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass
+class Report:
+    """What a source held, as far as it has been read."""
+
+    form: str | None = None
+    """The format of its rows."""
+    examples: int = 0
+    """What it gave."""
+    blank: int = 0
+    other_split: int = 0
+    generated: int = 0
+    """Files left out because a program wrote them."""
+    bad: BadRows = field(default_factory=BadRows)
+    quiet: bool = False
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> Report:
+        return cls(**{**values, "bad": BadRows(**values["bad"])})
+
+
+@dataclass
 class Corpus:
-    """The documents of one source and split. `documents()` may be called again and gives the same order."""
+    """The examples of one source and split: the same ones in the same order at every call."""
 
     label: str
     fingerprint: str
-    documents: Callable[[], Iterator[str]]
+    """Of everything that decides what the examples are."""
+    read: Callable[[Position, Report], Iterator[tuple[Position, Example]]]
+    """Examples after a position. The report is brought up to date as they are given; with a position in the middle it is
+    that of the reading which came so far."""
+    bad: Callable[[], BadRows] = BadRows
+    is_code: bool = False
+    where: Callable[[Position], str] = str
+    """A position for people."""
+    share: Callable[[Position], float | None] = lambda _: None
+    """About how much of it lies before a position, if that can be told."""
+
+    def examples(self) -> Iterator[Example]:
+        for _, example in self.read(START, Report(bad=self.bad(), quiet=True)):
+            yield example
 
 
 # -------------------------------------------------------------------------------------------------- files
 
 
-def _find_files(root: Path, include: list[str], exclude: list[str], key: str) -> list[Path]:
+def _find_files(
+    root: Path, include: list[str], exclude: list[str], key: str, allowed: Callable[[str], bool]
+) -> list[Path]:
     if root.is_file():
         return [root]
-    found = []
+    found, left_out = [], 0
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(d for d in subfolders if d not in _NEVER and not d.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
             relative = path.relative_to(root)
             if _matches(relative, include) and not _matches(relative, exclude) and path.is_file():
-                found.append(path)
+                if allowed(relative.as_posix()):
+                    found.append(path)
+                else:
+                    left_out += 1
     if not found:
-        raise DataError(f"{key}: no file below {str(root)!r} matches {', '.join(include)}"
-                        + (f" without matching {', '.join(exclude)}" if exclude else ""))  # fmt: skip
+        raise DataError(f"{key}: no file below {str(root)!r} matches {', '.join(include[:12])}"
+                        + (" ..." if len(include) > 12 else "")
+                        + (f" without matching {', '.join(exclude)}" if exclude else "")
+                        + (f"; {left_out} were left out by .gitignore or licence" if left_out else ""))  # fmt: skip
     return found
 
 
@@ -92,147 +142,9 @@ def _matches(relative: Path, patterns: Iterable[str]) -> bool:
 
 def _glob(pattern: str, _cache: dict[str, re.Pattern] = {}) -> re.Pattern:  # noqa: B006  (a cache)
     if pattern not in _cache:
-        text = re.escape(pattern).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*")
+        text = re.escape(pattern.lstrip("/")).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*")
         _cache[pattern] = re.compile(text.replace(r"\*", "[^/]*").replace(r"\?", "[^/]") + r"\Z")
     return _cache[pattern]
-
-
-def _open(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    return open(path, "rb")
-
-
-_BROKEN = (OSError, EOFError, lzma.LZMAError, tarfile.TarError, zlib.error)
-
-
-def _decode(data: bytes, where: str, one_line: bool = False) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
-        line = "" if one_line else f":{number}"
-        raise DataError(f"{where}{line} is not UTF-8: byte 0x{data[error.start]:02x}; convert the file, or leave it out "
-                        "with `exclude`") from None  # fmt: skip
-
-
-def _whole_file(path: Path) -> Iterator[str]:
-    """One file, one document."""
-    try:
-        with _open(path) as file:
-            data = file.read()
-    except _BROKEN as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    yield _decode(data, str(path))
-
-
-def _jsonl_file(path: Path, field: str) -> Iterator[str]:
-    """One line, one document. Only \\n ends a line (a \\r before it is white space to JSON)."""
-    number = 0
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                yield _json_document(line, f"{path}:{number}", field)
-    except _BROKEN as error:
-        raise DataError(f"{path}:{number + 1} cannot be read: {error}") from None
-
-
-def _json_document(line: bytes, where: str, field: str) -> str:
-    text = _decode(line.removeprefix(b"\xef\xbb\xbf"), where, one_line=True)
-
-    def no_duplicates(pairs):
-        row = dict(pairs)
-        if len(row) < len(pairs):
-            raise DataError(f"{where}: a key is given twice: {text[:80].strip()}")
-        return row
-
-    try:
-        row = json.loads(text, object_pairs_hook=no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON ({error}): {text[:80].strip()}") from None
-    if not isinstance(row, dict):
-        raise DataError(
-            f"{where} holds a {type(row).__name__}, not an object with a field {field!r}: {text[:80].strip()}"
-        )
-    if field not in row:
-        raise DataError(f"{where} has no field {field!r}; it has {', '.join(map(repr, row))}. Set `text_field`")
-    value = row[field]
-    if not isinstance(value, str):
-        raise DataError(f"{where}: the field {field!r} holds {json.dumps(value)[:60]}, not text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(
-            f"{where}: the field {field!r} holds half a character (a lone surrogate): {text[:80].strip()}"
-        ) from None
-    return value
-
-
-def _parquet_file(path: Path, field: str) -> Iterator[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-        if field not in file.schema_arrow.names:
-            raise DataError(
-                f"{path} has no column {field!r}; it has {', '.join(file.schema_arrow.names)}. Set `text_field`"
-            )
-        kind = file.schema_arrow.field(field).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(f"{path}: column {field!r} is {kind}, not text")
-        number = 0
-        for batch in file.iter_batches(columns=[field], batch_size=1024):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                if value is None:
-                    raise DataError(f"{path}: row {number} of column {field!r} is null, not text")
-                yield value
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from None
-
-
-def _tar_file(path: Path) -> Iterator[str]:
-    """OpenWebText's own layout: tar archives of .txt files, or of further .xz archives of them."""
-    try:
-        with tarfile.open(path, "r|*") as archive:
-            for member in archive:
-                if not member.isfile():
-                    continue
-                data = archive.extractfile(member).read()
-                where = f"{path}!{member.name}"
-                if member.name.endswith(".xz"):
-                    with tarfile.open(fileobj=io.BytesIO(data), mode="r:xz") as inner:
-                        for page in inner:
-                            if page.isfile():
-                                yield _decode(inner.extractfile(page).read(), f"{where}!{page.name}")
-                elif member.name.endswith(".txt"):
-                    yield _decode(data, where)
-    except _BROKEN as error:
-        raise DataError(f"{path} cannot be read as an archive of texts: {error}") from None
-
-
-def _read_any(path: Path, field: str) -> Iterator[str]:
-    name = path.name.removesuffix(".gz").removesuffix(".xz")
-    if name.endswith((".jsonl", ".ndjson", ".json")):
-        return _jsonl_file(path, field)
-    if name.endswith(".parquet"):
-        return _parquet_file(path, field)
-    if name.endswith(".tar") or path.suffix == ".xz" and not name.endswith(".txt") and _is_tar(path):
-        return _tar_file(path)
-    return _whole_file(path)
-
-
-def _is_tar(path: Path) -> bool:
-    try:
-        with _open(path) as file:
-            return file.read(512)[257:262] == b"ustar"
-    except _BROKEN:
-        return False
 
 
 # --------------------------------------------------------------------------------------------- fingerprints
@@ -306,23 +218,13 @@ def wikitext_articles(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(article)
 
 
-def _wikitext_lines(path: Path, field: str) -> Iterator[str]:
-    if path.name.endswith(".parquet"):
-        yield from _parquet_file(path, field)
-    elif path.name.endswith((".jsonl", ".jsonl.gz")):
-        yield from _jsonl_file(path, field)
-    else:
-        for text in _whole_file(path):
-            yield from text.split("\n")
-
-
 _VARIANT = re.compile(r"wikitext-(2|103)(-raw)?(-v1)?\Z")
 
 
 def _wikitext_files(name: str, root: Path, split: str | None, key: str) -> list[Path]:
     """The files of one variant and split: by the folders' names, the files' names and their endings."""
     patterns = ["*.tokens", "*.raw", "*.parquet", "*.jsonl", "*.jsonl.gz", "*.txt"]
-    everything = _find_files(root, patterns, [], key)
+    everything = _find_files(root, patterns, [], key, lambda _: True)
 
     # A copy of the hub's repository, or of the whole download, has a folder per variant.
     variants: dict[str, list[Path]] = {}
@@ -353,18 +255,40 @@ def _wikitext_files(name: str, root: Path, split: str | None, key: str) -> list[
     return wanted
 
 
+def _wikitext_lines(path: Path, source: SourceConfig, bad: BadRows) -> Iterator[str]:
+    kind = kind_of(path)
+    if kind in ROW_READERS:
+        for _, line, row in ROW_READERS[kind](path, bad, 0):
+            try:
+                yield convert(row, "text", source).text
+            except ValueError as error:
+                bad(f"{path}:{line}", str(error))
+        return
+    try:
+        with open_bytes(path) as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield decode(line, "", one_line=True).removesuffix("\n")
+                except ValueError as error:
+                    bad(f"{path}:{number}", str(error))
+    except (OSError, EOFError) as error:
+        bad(str(path), f"cannot be read: {error}")
+
+
 # ------------------------------------------------------------------------------------------------------ hub
 
 
-def _from_hub(source: SourceConfig, key: str) -> tuple[str, Callable[[], Iterator[str]]]:
+def _load_from_hub(source: SourceConfig, data: DataConfig, key: str) -> tuple[Any, str]:
+    """Rows of a data set on the hub, and a name for them."""
     import datasets
 
-    repo, config, revision = HUB[source.source]
-    has_splits = source.source.startswith("wikitext")
-    split = (source.split or "train") if has_splits else "train"
+    repo, config, revision = HUB.get(source.source, (source.source, source.subset, None))
+    # Those with splits of their own are asked for the split; of the others a share is held out.
+    own_split = source.source.startswith("wikitext") or (is_hub_id(source.source) and source.split is not None)
+    split = (source.split or "train") if own_split else "train"
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(repo, config, split=split, revision=revision)
+        rows = datasets.load_dataset(repo, config, split=split, revision=revision, streaming=data.streaming)
     except Exception as error:  # the hub client raises a dozen kinds; all mean "not to be had"
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise DataError(
@@ -372,24 +296,32 @@ def _from_hub(source: SourceConfig, key: str) -> tuple[str, Callable[[], Iterato
             f"loaded: {reason}\n  Download it elsewhere and point data.path (or this source's path) to the copy, or set "
             "HF_ENDPOINT to a mirror that you can reach."
         ) from None
-    if source.text_field not in rows.column_names:
-        raise DataError(f"{key}: {repo} has no column {source.text_field!r}; it has {', '.join(rows.column_names)}")
-
-    def texts() -> Iterator[str]:
-        for row in rows:
-            yield row[source.text_field]
-
-    documents = (lambda: wikitext_articles(texts())) if has_splits else texts
-    return rows._fingerprint, documents
+    fingerprint = getattr(rows, "_fingerprint", None) or f"{repo}|{config}|{split}|{revision}"
+    return rows, str(fingerprint)
 
 
-# ---------------------------------------------------------------------------------------------------- public
+# ----------------------------------------------------------------------------------------------- what and where
 
 
-def in_validation(document: str, holdout: float) -> bool:
-    """Whether a document belongs to the held-out share: by its content, so that copies stay on one side."""
-    digest = hashlib.blake2b(document.encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64 < holdout
+def in_validation(document: str | bytes, holdout: float) -> bool:
+    """Whether a document belongs to the held-out share: by its content, so that copies stay on one side.
+
+    Args:
+        document: its text, or the 8-byte blake2b of that.
+    """
+    if isinstance(document, str):
+        document = hashlib.blake2b(document.encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(document, "big") / 2**64 < holdout
+
+
+def _split_glob(path: str) -> tuple[Path, list[str] | None]:
+    """`a/b/*.jsonl` -> (a/b, ["*.jsonl"]); a path without signs of a pattern, or that is really there, is itself."""
+    if not re.search(r"[*?]", path) or Path(path).exists():
+        return Path(path), None
+    parts = Path(path).parts
+    first = next(i for i, part in enumerate(parts) if re.search(r"[*?]", part))
+    pattern = "/".join(parts[first:])
+    return Path(*parts[:first]), [pattern if "/" in pattern else f"/{pattern}"]
 
 
 def locate(source: SourceConfig, data: DataConfig, key: str) -> Path | None:
@@ -398,26 +330,62 @@ def locate(source: SourceConfig, data: DataConfig, key: str) -> Path | None:
     Raises:
         DataError: there is none.
     """
-    path = source.path or data.path
+    path = source.path or (None if is_hub_id(source.source) else data.path)
     if source.source == "python-stdlib":
         path = source.path or sysconfig.get_paths()["stdlib"]
     if path is None:
-        if source.source in HUB:
+        if source.source in HUB or is_hub_id(source.source):
             return None
         raise DataError(f"{key}: source {source.source} needs a path; set data.path=... or {key}.path=...")
-    root = Path(path)
+    root, _ = _split_glob(path)
     if not root.exists():
-        raise DataError(f"{key}: there is no file or folder {path!r}" + _nearby(root))
+        raise DataError(f"{key}: there is no file or folder {str(root)!r}" + _nearby(root))
     return root
 
 
-def _files(source: SourceConfig, root: Path, key: str) -> list[Path]:
+def _reads_code(source: SourceConfig) -> bool:
+    return source.format == "code" or source.source in ("code", "python-stdlib")
+
+
+def _files(source: SourceConfig, data: DataConfig, root: Path, key: str) -> list[Path]:
     if source.source.startswith("wikitext"):
         return _wikitext_files(source.source, root, source.split, key)
     exclude = list(source.exclude or [])
     if source.source == "python-stdlib":
         exclude += ["**/test/**", "**/tests/**", "**/idlelib/**", "**/lib2to3/**", "**/turtledemo/**"]
-    return _find_files(root, list(source.include or _PATTERNS[source.source]), exclude, key)
+    allowed: Callable[[str], bool] = lambda _: True  # noqa: E731
+    if _reads_code(source) and root.is_dir():
+        allowed = _allowed_code(root, data)
+    path = source.path or data.path
+    pattern = _split_glob(path)[1] if path else None
+    include = source.include or pattern or _PATTERNS.get(source.source)
+    if source.format == "code" and include is None:
+        include = _PATTERNS["code"]
+    if include is not None:
+        return _find_files(root, list(include), exclude, key, allowed)
+    try:  # `files`: rows if there are any, or else texts and code
+        return _find_files(root, _ROWS, exclude, key, allowed)
+    except DataError:
+        return _find_files(root, [*_TEXTS, "*.tar", *_PATTERNS["code"]], exclude, key, allowed)
+
+
+def _allowed_code(root: Path, data: DataConfig) -> Callable[[str], bool]:
+    ignored = code.ignored_by_git(root) if data.code.gitignore else lambda _: False
+    if not data.code.licenses:
+        return lambda relative: not ignored(relative)
+    wanted = {name for name in data.code.licenses if name != "permissive"}
+    if "permissive" in data.code.licenses:
+        wanted |= code.PERMISSIVE
+    known: dict[Path, str | None] = {}
+
+    def licence(folder: Path) -> str | None:
+        """Of the nearest folder that has one."""
+        if folder not in known:
+            own = code.repository_license(folder)
+            known[folder] = own or (licence(folder.parent) if folder != root else None)
+        return known[folder]
+
+    return lambda relative: not ignored(relative) and licence(root.joinpath(relative).parent) in wanted
 
 
 # Bytes of text in the training split on the hub, as its data-set cards say; and what packed files unpack to, roughly.
@@ -428,7 +396,7 @@ _HUB_BYTES = {
     "wikitext-2-raw": 10.9e6,
     "openwebtext": 39.8e9,
 }
-_UNPACKED = {".gz": 3.0, ".xz": 4.0, ".parquet": 1.7}
+_UNPACKED = {".gz": 3.0, ".xz": 4.0, ".zst": 3.5, ".parquet": 1.7}
 # Bytes of text per token, measured with DeepSeek-LLM's and DeepSeek-Coder's tokenizers: 4.2 to 4.3 and 3.9 to 4.0 on
 # English prose, 3.6 and 3.4 on Python, 4.1 and 3.4 on Chinese.
 _BYTES_PER_TOKEN = {"code": 3.5, "python-stdlib": 3.5}
@@ -442,18 +410,125 @@ def guess_tokens(source: SourceConfig, data: DataConfig, key: str) -> int | None
     """
     root = locate(source, data, key)
     if root is None:
-        if source.split not in (None, "train"):
+        if source.split not in (None, "train") or source.source not in _HUB_BYTES:
             return None
         size = _HUB_BYTES[source.source]
     else:
-        size = sum(f.stat().st_size * _UNPACKED.get(f.suffix, 1.0) for f in _files(source, root, key))
+        size = sum(f.stat().st_size * _UNPACKED.get(f.suffix, 1.0) for f in _files(source, data, root, key))
         if source.split in ("train", "validation") and not source.source.startswith("wikitext"):
             size *= source.holdout if source.split == "validation" else 1 - source.holdout
-    return None if source.max_documents is not None else int(size / _BYTES_PER_TOKEN.get(source.source, 4.2))
+    if source.max_documents is not None:
+        return None
+    return int(source.weight * size / _BYTES_PER_TOKEN.get(source.source, 4.2))
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+Raw = tuple[Position, str, Any]
+"""Position, where that is for people, and a row's fields or a whole document."""
+
+
+def _raw_files(files: list[Path], source: SourceConfig, start: Position, report: Report) -> Iterator[Raw]:
+    whole = source.source in ("text", "code", "python-stdlib") or source.format == "code"
+    for i, path in enumerate(files):
+        if i < start[0]:
+            continue
+        after = start[1] if i == start[0] else 0
+        if source.source.startswith("wikitext"):
+            articles = wikitext_articles(_wikitext_lines(path, source, report.bad))
+            yield from (((i, n), f"{path}: article {n}", a) for n, a in enumerate(articles, 1) if n > after)
+            continue
+        kind = "text" if whole else kind_of(path)
+        if kind in ROW_READERS:
+            noun = ": row " if kind == "parquet" else ":"
+            for position, line, row in ROW_READERS[kind](path, report.bad, after):
+                yield (i, position), f"{path}{noun}{line}", row
+        else:
+            documents = read_tar(path, report.bad) if kind == "tar" else read_text(path, report.bad)
+            yield from (((i, n), str(path), d) for n, d in enumerate(documents, 1) if n > after)
+
+
+def _raw_repositories(
+    files: list[Path], root: Path, start: Position, report: Report, data: DataConfig
+) -> Iterator[Raw]:
+    """One document for each group of files that need each other, repository by repository."""
+    tops: dict[Path, list[Path]] = {}
+    known: dict[Path, Path] = {}
+
+    def top(folder: Path) -> Path:
+        """The folder that holds .git, or the root."""
+        if folder not in known:
+            known[folder] = folder if folder == root or (folder / ".git").exists() else top(folder.parent)
+        return known[folder]
+
+    for path in files:
+        tops.setdefault(top(path.parent) if root.is_dir() else root.parent, []).append(path)
+    for i, (folder, members) in enumerate(sorted(tops.items())):
+        if i < start[0]:
+            continue
+        content = {}
+        for path in members:
+            for text in read_text(path, report.bad):
+                if not isinstance(text, str):
+                    report.bad(str(path), "too long to be one file of a repository")
+                elif data.code.skip_generated and code.is_generated(path.relative_to(folder).as_posix(), text):
+                    report.generated += 1
+                else:
+                    content[path.relative_to(folder).as_posix()] = text
+        for n, document in enumerate(code.repository_documents(content), 1):
+            if n > (start[1] if i == start[0] else 0):
+                yield (i, n), str(folder), document
+
+
+def _examples(raw: Iterator[Raw], source: SourceConfig, data: DataConfig, by_content: bool, is_code: bool, repositories: bool,
+              label: str, report: Report) -> Iterator[tuple[Position, Example]]:  # fmt: skip
+    """Rows -> examples: recognised, checked, of the wanted split, and no more than are wanted."""
+    for position, where, value in raw:
+        if source.max_documents is not None and report.examples >= source.max_documents:
+            return
+        try:
+            if not isinstance(value, Mapping):
+                example: Example = Text(value)
+                form = "code" if is_code else "text"
+            else:
+                form = report.form or (recognise(value, source) if source.format == "auto" else source.format)
+                example = convert(value, form, source, data.chat.learn)
+        except ValueError as error:
+            report.bad(where, str(error))
+            continue
+        report.bad.rows += 1
+        if report.form is None:
+            report.form = form
+            log.log(logging.DEBUG if report.quiet else logging.INFO, "data %s: read as %s%s", label, form, "" if source.format == "auto" else ", as asked for")
+        if isinstance(example, Text):
+            text = example.text
+            if text.blank if isinstance(text, LongText) else not text.strip():
+                report.blank += 1
+                continue
+            if (
+                is_code
+                and data.code.skip_generated
+                and not repositories
+                and isinstance(text, str)
+                and code.is_generated(where, text)
+            ):
+                report.generated += 1
+                continue
+        if by_content:
+            if isinstance(example, Text):
+                identity = example.text.digest if isinstance(example.text, LongText) else example.text
+            else:
+                identity = "\0".join(texts(example))
+            if in_validation(identity, source.holdout) != (source.split == "validation"):
+                report.other_split += 1
+                continue
+        report.examples += 1
+        yield position, example
+    report.bad.check()
 
 
 def open_source(source: SourceConfig, data: DataConfig, cache_dir: Path, key: str) -> Corpus:
-    """The documents of one entry of `data.train` or `data.eval`.
+    """The examples of one entry of `data.train` or `data.eval`.
 
     Args:
         key: what to call the entry in errors, such as `data.train.0`.
@@ -464,39 +539,44 @@ def open_source(source: SourceConfig, data: DataConfig, cache_dir: Path, key: st
     name = source.source
     root = locate(source, data, key)
     is_wikitext = name.startswith("wikitext")
+    is_code = _reads_code(source)
+    repositories = is_code and data.code.repository and root is not None
     if root is None:
-        fingerprint, documents = _from_hub(source, key)
+        rows, fingerprint = _load_from_hub(source, data, key)
+
+        def raw(start: Position, report: Report) -> Iterator[Raw]:
+            wanted = rows.skip(start[1]) if start[1] else rows
+            if is_wikitext:
+                lines = (convert(row, "text", source).text for row in rows)
+                articles = enumerate(wikitext_articles(lines), 1)
+                return (((0, n), f"{name}: article {n}", a) for n, a in articles if n > start[1])
+            return (((0, n), f"{name}: row {n}", row) for n, row in enumerate(wanted, start[1] + 1))
     else:
-        files = _files(source, root, key)
+        files = _files(source, data, root, key)
         fingerprint = _fingerprint_files(files, root, cache_dir)
 
-        def documents() -> Iterator[str]:
-            for path in files:
-                if is_wikitext:
-                    yield from wikitext_articles(_wikitext_lines(path, source.text_field))
-                elif name == "jsonl":
-                    yield from _jsonl_file(path, source.text_field)
-                elif name == "openwebtext":
-                    yield from _read_any(path, source.text_field)
-                else:
-                    yield from _whole_file(path)
+        def raw(start: Position, report: Report) -> Iterator[Raw]:
+            if repositories:
+                return _raw_repositories(files, root, start, report, data)
+            return _raw_files(files, source, start, report)
 
-    if source.split == "test" and not is_wikitext:
+    if source.split == "test" and not is_wikitext and not (root is None and is_hub_id(name)):
         raise DataError(f"{key}: {name} has no test split; use split: validation (a held-out share) or null")
-    by_content = source.split is not None and not is_wikitext
+    by_content = source.split is not None and not is_wikitext and not (root is None and is_hub_id(name))
+    label = f"{Path(source.path).name if name == 'files' and source.path else name}{f'/{source.split}' if source.split else ''}"
 
-    def selected() -> Iterator[str]:
-        taken = 0
-        for document in documents():
-            if not document.strip():
-                continue
-            if by_content and in_validation(document, source.holdout) != (source.split == "validation"):
-                continue
-            if source.max_documents is not None and taken == source.max_documents:
-                return
-            taken += 1
-            yield document
+    def read(start: Position, report: Report) -> Iterator[tuple[Position, Example]]:
+        return _examples(raw(start, report), source, data, by_content, is_code, repositories, label, report)
 
-    label = f"{name}{f'/{source.split}' if source.split else ''}"
-    options = (name, source.split, source.text_field, source.holdout if by_content else None, source.max_documents)
-    return Corpus(label, hashlib.blake2b(f"{fingerprint}|{options}".encode(), digest_size=16).hexdigest(), selected)
+    options: list[Any] = [name, source.split, source.format, source.text_field, source.prompt_field, source.completion_field,
+                          source.messages_field, source.holdout if by_content else None, source.max_documents,
+                          data.on_bad_row, data.max_bad_share, data.chat.learn]  # fmt: skip
+    if is_code:
+        options += [data.code.repository, data.code.skip_generated]
+    identity = hashlib.blake2b(f"{fingerprint}|{options}".encode(), digest_size=16).hexdigest()
+    corpus = Corpus(label, identity, read, lambda: BadRows(data.on_bad_row == "skip", data.max_bad_share), is_code)
+    if root is not None and not repositories:
+        sizes = [f.stat().st_size for f in files]
+        corpus.where = lambda at: f"{files[at[0]]}:{at[1]}"
+        corpus.share = lambda at: sum(sizes[: at[0]]) / max(1, sum(sizes)) if len(files) > 1 else None
+    return corpus
