@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,22 @@ def cli(
     *words: str | Path, cwd: Path, env: dict[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess:
     return run(sys.executable, "-m", "deepseek_ft", *words, cwd=cwd, env=env, timeout=timeout)
+
+
+def corpus_of(examples: Callable[[], Iterable] | Iterable, fingerprint: str = "f", label: str = "test", is_code: bool = False):
+    """A corpus of texts or examples; a function is called at each reading."""
+    from deepseek_ft.data.formats import Text
+    from deepseek_ft.data.sources import Corpus
+
+    def read(start, report):
+        for i, example in enumerate(examples() if callable(examples) else examples, start=1):
+            if i <= start[1]:
+                continue
+            report.examples += 1
+            report.bad.rows += 1
+            yield (0, i), Text(example) if isinstance(example, str) else example
+
+    return Corpus(label, fingerprint, read, is_code=is_code)
 
 
 def train(recipe: str | Path, *overrides: str, cwd: Path, **kwargs) -> dict:

@@ -75,13 +75,15 @@ def test_training_mode_is_put_back(model):
 
 
 def test_summary_by_hand():
-    ids = np.array([[1, 2, 3], [2, 0, 3]])
+    class Rows(list):
+        stats = SimpleNamespace(sources=["wikitext-103/test"], text_bytes=60, words=10)
+
+    blocks = Rows({"labels": np.array(row)} for row in ([-100, 2, 3], [-100, 0, 3], [-100, -100, -100]))
     sizes = np.array([0, 9, 2, 3])  # id 0 is an end of document: scored, no bytes
-    stats = SimpleNamespace(sources=["wikitext-103/test"], text_bytes=60, words=10)
-    figures = summarise(np.array([3.0, 5.0]), SimpleNamespace(ids=ids, stats=stats), sizes)
+    figures = summarise(np.array([3.0, 5.0, 0.0]), blocks, sizes)
     assert figures["tokens"] == 4 and figures["loss"] == 2.0
     assert figures["perplexity"] == pytest.approx(math.exp(2))
     assert figures["bits_per_byte"] == pytest.approx(8 / (2 + 3 + 0 + 3) / math.log(2))
     assert figures["word_perplexity"] == pytest.approx(math.exp(8 / 8 * 6))
-    stats.sources = ["code"]
-    assert "word_perplexity" not in summarise(np.array([3.0, 5.0]), SimpleNamespace(ids=ids, stats=stats), sizes)
+    blocks.stats.sources = ["code"]
+    assert "word_perplexity" not in summarise(np.array([3.0, 5.0, 0.0]), blocks, sizes)

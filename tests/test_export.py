@@ -7,10 +7,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from conftest import corpus_of
 from safetensors.torch import load_file, save_file
 
 from deepseek_ft import CheckpointError, load_config, plan_run
-from deepseek_ft.data.sources import Corpus
 from deepseek_ft.evaluation import block_nll
 from deepseek_ft.export import check_model_folder
 from deepseek_ft.hardware import Hardware
@@ -27,12 +27,12 @@ def saved(tmp_path_factory):
         "quickstart", {"model.path": "preset:tiny-v3", "strategy": "single", "model.tokenizer": "train:400"}
     )
     text = open(np.__file__, encoding="utf-8").read()
-    tokenizer = load_tokenizer(tokenizer_source(config, [Corpus("t", "export", lambda: iter([text]))], cache))
+    tokenizer = load_tokenizer(tokenizer_source(config, [corpus_of([text], "export")], cache))
     model = load_model(model_source(config, tokenizer, cache), config, plan_run(config, CPU), tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     ids = np.array(tokenizer.encode(text, add_special_tokens=False)[:128]).reshape(2, 64)
-    rows = [{"input_ids": r, "labels": r} for r in ids]
+    rows = [{"input_ids": r, "labels": np.concatenate([[-100], r[1:]])} for r in ids]
     return folder, rows, block_nll(model, rows, 2, torch.device("cpu")).tolist()
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED, needs_shared
+from conftest import SHARED, corpus_of, needs_shared
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepseek_ft import CheckpointError, ConfigError, load_config, plan_run
-from deepseek_ft.data.sources import Corpus
-from deepseek_ft.hardware import Hardware
 from deepseek_ft.data.tokenise import tokenizer_id
+from deepseek_ft.hardware import Hardware
 from deepseek_ft.models import (
     load_model,
     load_tokenizer,
@@ -29,9 +28,7 @@ CPU = Hardware(gpus=(), cores=2, host_memory_bytes=8 << 30)
 
 
 def corpus():
-    return Corpus(
-        "t", "models", lambda: iter([TEXT, Path(json.__file__).read_text(), Path(shutil.__file__).read_text()])
-    )
+    return corpus_of([TEXT, Path(json.__file__).read_text(), Path(shutil.__file__).read_text()], "models")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 _BATCH_CHARACTERS = 4 << 20  # text per call of the tokenizer: enough to keep all cores busy, little enough to hold
 _SAVE_SECONDS = 2.0
+_PIECES = 8  # of a long document, at once
 log = logging.getLogger(__name__)
 
 
@@ -193,24 +195,31 @@ class _Builder:
         self.stats = StoreStats(corpus.label, dtype=encoder.dtype.name)
         self.special = encoder.special_tokens
         self.files: dict[str, object] = {}
+        self.noted: dict | None = None
+        """How far it is, as of the last batch that is wholly written."""
+        self.unfinished: dict | None = None
+        """A document that was being written piece by piece when the last build was interrupted."""
         self.saved = time.monotonic()
         self.spent = 0.0
 
     def run(self) -> None:
         self._open()
         self.started = time.monotonic()
-        progress = _Progress(self.corpus.label, self.stats.tokens)
+        self.progress = _Progress(self.corpus.label, self.stats.tokens)
         try:
+            if self.unfinished is not None:
+                text = LongText(Path(self.unfinished["path"]), self.report.bad)
+                self._add_long(text, self.unfinished["pieces"], self.unfinished["first"])
+                self._note()
             for batch in self._batches():
                 self._add(batch)
-                progress.show(self.stats.tokens, self.corpus.share(self.position))
             self._finish()
         except BaseException:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: the files are closed already
                 self._save()
             raise
         finally:
-            progress.close()
+            self.progress.close()
             for file in self.files.values():
                 with contextlib.suppress(OSError):
                     file.close()
@@ -218,15 +227,16 @@ class _Builder:
     # ----------------------------------------------------------------------------------- state on disk
 
     def _open(self) -> None:
-        state = self.folder / "progress.json"
         sizes: dict[str, int] = {}
         try:
-            saved = json.loads(state.read_text(encoding="utf-8"))
-            sizes = saved["bytes"]
+            saved = json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
+            sizes, unfinished = saved["bytes"], saved["unfinished"]
             if any((self.folder / n).stat().st_size < size for n, size in sizes.items()):
                 raise ValueError("shorter than noted")
-            self.position, self.special = tuple(saved["position"]), saved["special"]
+            if unfinished is not None and not Path(unfinished["path"]).is_file():
+                raise ValueError("the file is elsewhere now")
             self.report, self.stats = Report.from_dict(saved["report"]), StoreStats(**saved["stats"])
+            self.position, self.special, self.unfinished = tuple(saved["position"]), saved["special"], unfinished
             self.spent = self.stats.seconds
             log.info(
                 "data %s: going on after %s tokens, where it was interrupted",
@@ -237,35 +247,45 @@ class _Builder:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             sizes = {}
-            # A special token's name is decided on once, by the first documents.
         for name in ("ids.bin", "ends.bin", "learnt.bin", "hashes.bin"):
             file = open(self.folder / name, "ab")  # closed by run
             file.truncate(sizes.get(name, 0))
             self.files[name] = file
 
-    def _save(self) -> None:
+    def _write(self, name: str, values: np.ndarray) -> None:
+        # Not by numpy's tofile, which does not notice a full disk.
+        self.files[name].write(values.tobytes())
+
+    def _note(self, unfinished: dict | None = None) -> None:
+        """What has been written up to now belongs together; a build that goes on does so from the last note."""
         self.stats.seconds = self.spent + time.monotonic() - self.started
+        self.noted = {
+            "position": self.position, "special": self.special, "report": self.report.to_dict(), "stats": asdict(self.stats),
+            "bytes": {n: f.tell() for n, f in self.files.items()}, "unfinished": unfinished,
+        }  # fmt: skip
+        self.progress.show(self.stats.tokens, self.corpus.share(self.position))
+        if time.monotonic() - self.saved > _SAVE_SECONDS:
+            self._save()
+
+    def _save(self) -> None:
+        if self.noted is None:
+            return
         for file in self.files.values():
             file.flush()
-        state = {"position": self.position, "special": self.special, "report": self.report.to_dict(), "stats": asdict(self.stats),
-                 "bytes": {n: f.tell() for n, f in self.files.items()}}  # fmt: skip
         partial = self.folder / "progress.json.new"
-        partial.write_text(json.dumps(state), encoding="utf-8")
+        partial.write_text(json.dumps(self.noted), encoding="utf-8")
         partial.replace(self.folder / "progress.json")
         self.saved = time.monotonic()
 
     # ----------------------------------------------------------------------------------------- the work
 
     def _batches(self) -> Iterator[list[tuple[Position, Example]]]:
+        """A document that is too long to hold is the last of its batch."""
         batch: list[tuple[Position, Example]] = []
         size = 0
         for item in self.corpus.read(self.position, self.report):
-            long = isinstance(item[1], Text) and isinstance(item[1].text, LongText)
-            if long and batch:
-                yield batch
-                batch, size = [], 0
             batch.append(item)
-            size += sum(map(len, texts(item[1]))) if not long else _BATCH_CHARACTERS
+            size += _BATCH_CHARACTERS if _is_long(item[1]) else sum(map(len, texts(item[1])))
             if size >= _BATCH_CHARACTERS:
                 yield batch
                 batch, size = [], 0
@@ -274,17 +294,17 @@ class _Builder:
 
     def _add(self, batch: list[tuple[Position, Example]]) -> None:
         examples = [example for _, example in batch]
-        if self.special == "auto":
+        if self.special == "auto":  # decided on once, by the first documents
             self.special = decide_special(self.special, self.encoder, examples, self.corpus.label)
         self.encoder.special_tokens = self.special
-        if isinstance(examples[0], Text) and isinstance(examples[0].text, LongText):
-            self._add_long(examples[0].text)
-        else:
-            self._add_rows(batch, examples)
-        self.stats.examples += len(examples)
         self.position = batch[-1][0]
-        if time.monotonic() - self.saved > _SAVE_SECONDS:
-            self._save()
+        self.stats.examples += len(examples)
+        held = examples[:-1] if _is_long(examples[-1]) else examples
+        if held:
+            self._add_rows(batch, held)
+        if len(held) < len(examples):
+            self._add_long(examples[-1].text, 0, self.stats.tokens)
+        self._note()
 
     def _add_rows(self, batch: list, examples: list[Example]) -> None:
         before = self.encoder.counts.copy()
@@ -298,13 +318,13 @@ class _Builder:
         masked = any(row.learnt is not None for row in encoded.rows)
         if masked and not self.stats.is_stream and self.files["learnt.bin"].tell() < self.stats.tokens:
             raise AssertionError("text and conversations in one source")
-        ids.tofile(self.files["ids.bin"])
+        self._write("ids.bin", ids)
         lengths = np.array([len(row.ids) for row in encoded.rows], dtype=np.int64)
-        (self.stats.tokens + np.cumsum(lengths)).tofile(self.files["ends.bin"])
+        self._write("ends.bin", (self.stats.tokens + np.cumsum(lengths)))
         if masked:
             self.stats.is_stream = False
             learnt = np.concatenate([row.learnt for row in encoded.rows])
-            learnt.tofile(self.files["learnt.bin"])
+            self._write("learnt.bin", learnt)
             self.stats.learnt += int(learnt.sum())
         else:
             self.stats.learnt += len(ids)
@@ -318,33 +338,32 @@ class _Builder:
         for name, count in (self.encoder.counts - before).items():
             setattr(self.stats, name, getattr(self.stats, name) + count)
 
-    def _add_long(self, text: LongText) -> None:
-        """A document that is too long to hold, piece by piece; its parts are one document only at its end."""
-        start = self.stats.tokens
-        if self.encoder.bos is not None:
-            np.array([self.encoder.bos], self.encoder.dtype).tofile(self.files["ids.bin"])
-            self.stats.tokens += 1
-        batch: list[str] = []
+    def _add_long(self, text: LongText, done: int, first: int) -> None:
+        """A document that is too long to hold, piece by piece; its pieces are one document only at its end.
 
-        def flush() -> None:
-            if batch:
-                for ids in self.encoder.encode_texts(batch):
-                    ids.tofile(self.files["ids.bin"])
-                    self.stats.tokens += len(ids)
-                batch.clear()
-
-        for piece in text.pieces():
-            batch.append(piece)
-            if len(batch) >= 8:
-                flush()
-        flush()
-        np.array([self.encoder.eos], self.encoder.dtype).tofile(self.files["ids.bin"])
-        self.stats.tokens += 1
-        np.array([self.stats.tokens], np.int64).tofile(self.files["ends.bin"])
+        Args:
+            done: pieces of it that are written already.
+            first: where it begins in the store.
+        """
+        if done == 0 and self.encoder.bos is not None:
+            self._append([np.array([self.encoder.bos], self.encoder.dtype)])
+        self.encoder.special_tokens = self.special
+        pieces = itertools.islice(text.pieces(), done, None)
+        while batch := list(itertools.islice(pieces, _PIECES)):
+            self._append(self.encoder.encode_texts(batch))
+            done += len(batch)
+            self._note({"path": str(text.path), "pieces": done, "first": first})
+        self._append([np.array([self.encoder.eos], self.encoder.dtype)])
+        self._write("ends.bin", np.array([self.stats.tokens], np.int64))
         self.files["hashes.bin"].write(text.digest)
         self.stats.documents += 1
-        self.stats.learnt += self.stats.tokens - start
+        self.stats.learnt += self.stats.tokens - first
         self.stats.text_bytes += text.bytes
+
+    def _append(self, pieces: list[np.ndarray]) -> None:
+        for ids in pieces:
+            self._write("ids.bin", ids)
+            self.stats.tokens += len(ids)
 
     def _finish(self) -> None:
         stats, report = self.stats, self.report
@@ -370,9 +389,15 @@ class _Builder:
         stats.duplicates = len(hashes) - len(np.unique(hashes))
         stats.seconds = self.spent + time.monotonic() - self.started
         names = ["ids.bin", "ends.bin"] + ([] if stats.is_stream else ["learnt.bin"])
+        expected = {
+            "ids.bin": stats.tokens * self.encoder.dtype.itemsize,
+            "ends.bin": stats.documents * 8,
+            "learnt.bin": stats.tokens,
+        }
         facts = {}
         for name in names:
             found = (self.folder / name).stat()
+            assert found.st_size == expected[name], (name, found.st_size, expected[name])
             facts[name] = {
                 "bytes": found.st_size,
                 "mtime_ns": found.st_mtime_ns,
@@ -387,6 +412,10 @@ class _Builder:
                  f"{stats.tokens / max(stats.seconds, 1e-9):,.0f}", 100 * stats.learnt / stats.tokens)  # fmt: skip
         for line in _remarks(stats):
             log.warning("data %s: %s", stats.source, line)
+
+
+def _is_long(example: Example) -> bool:
+    return isinstance(example, Text) and isinstance(example.text, LongText)
 
 
 def decide_special(wanted: str, encoder: Encoder, examples: Sequence[Example], label: str) -> str:
