@@ -189,32 +189,31 @@ def task_floor(spec: dict) -> dict:
     first = tokenizer("a")["input_ids"][:1]
     start = first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
     dtype = np.dtype(np.uint16 if max(tokenizer.get_vocab().values()) < 2**16 else np.uint32)
-    target = Path(spec["work"], "floor.bin")
+    file = Path(spec["work"], "floor.bin")
     with Meter() as meter:
         # No text has more tokens than bytes.
-        ids = np.memmap(target, dtype, "w+", shape=(os.path.getsize(spec["text"]),))
+        target = np.memmap(file, dtype, "w+", shape=(os.path.getsize(spec["text"]),))
         at = documents = 0
 
         def add(texts: list[str]) -> None:
             nonlocal at
             for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
                 row = [*start, *encoding.ids, eos]
-                ids[at : at + len(row)] = row
+                target[at : at + len(row)] = row
                 at += len(row)
 
         texts: list[str] = []
-        with open(spec["text"], encoding="utf-8") as file:
-            for line in file:
+        with open(spec["text"], encoding="utf-8") as lines:
+            for line in lines:
                 texts.append(json.loads(line)["text"])
                 if len(texts) == 1000:
                     add(texts)
                     documents, texts = documents + len(texts), []
         add(texts)
         documents += len(texts)
-        ids.flush()
-        del ids
-        os.truncate(target, at * dtype.itemsize)
-    return meter.facts() | {"tokens": at, "documents": documents, "ids": digest(target)}
+        target.flush()
+        os.truncate(file, at * dtype.itemsize)
+    return meter.facts() | {"tokens": at, "documents": documents, "ids": digest(file)}
 
 
 def task_datasets(spec: dict) -> dict:
@@ -318,8 +317,13 @@ def reading(count: int, one, batch) -> dict:
     for i in order[:50]:
         one(i)
     batch(batches[0])
-    _, rows = repeated(lambda: [one(i) for i in order])
-    _, eights = repeated(lambda: [batch(b) for b in batches])
+
+    def each(read, what) -> None:  # as training does: a row is gone when the next one comes
+        for i in what:
+            read(i)
+
+    _, rows = repeated(lambda: each(one, order))
+    _, eights = repeated(lambda: each(batch, batches))
     return {"row_us": 1e6 * rows / count, "batch_us": 1e6 * eights / len(batches)}
 
 
@@ -425,7 +429,9 @@ class Table:
     def __init__(self):
         self.rows: list[tuple[str, ...]] = []
 
-    def add(self, what: str, ours: str, other: str, ratio: str = "", target: str = "", holds: bool | None = None) -> None:
+    def add(
+        self, what: str, ours: str, other: str, ratio: str = "", target: str = "", holds: bool | None = None
+    ) -> None:
         self.rows.append((what, ours, other, ratio, target, "" if holds is None else "yes" if holds else "**no**"))
 
     def text(self) -> str:
@@ -509,7 +515,9 @@ def compare_packing(
         mine, fill = middle(runs["ours"], "cpu"), wanted / (rows * SEQ_LEN)
         shown = f"{1000 * mine:.2f} ms, {rows:,} rows, {fill:.2%} full"
         if not trl:
-            table.add(f"plan of {name}", shown, "left out: no Python with TRL (--trl-python)", "", "no token lost", whole)
+            table.add(
+                f"plan of {name}", shown, "left out: no Python with TRL (--trl-python)", "", "no token lost", whole
+            )
             continue
         for key, how in (("whole", "as one batch"), ("trl", "by its default of 1,000 a batch")):
             theirs, other = middle(runs[key], "cpu"), runs[key][0]["rows"]
@@ -579,7 +587,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="JSON lines with a field `text`")
     parser.add_argument("--tokenizer", type=Path, action="append", help="a folder; may be given several times")
-    parser.add_argument("--chat", type=Path, action="append", default=[], help="conversations, whose lengths are packed")
+    parser.add_argument(
+        "--chat", type=Path, action="append", default=[], help="conversations, whose lengths are packed"
+    )
     parser.add_argument("--trl-python", help="an interpreter that can import trl")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="also 2 GB of text: needs 10 GB of disk and some minutes")

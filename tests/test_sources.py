@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import lzma
 import tarfile
+from dataclasses import asdict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,20 +13,31 @@ import pytest
 from conftest import SHARED, needs_shared
 
 from deepseek_ft import DataError
-from deepseek_ft.config import DataConfig, SourceConfig
-from deepseek_ft.data.sources import in_validation, open_source, wikitext_articles
+from deepseek_ft.config import CodeConfig, DataConfig, SourceConfig
+from deepseek_ft.data.formats import Completion, Conversation, Infill, Text
+from deepseek_ft.data.sources import START, Report, in_validation, open_source, wikitext_articles
+
+
+def text(example):
+    return example.text if isinstance(example, Text) else example
 
 
 @pytest.fixture
-def read(tmp_path):
-    """Documents of a source whose path is below tmp_path unless given."""
+def open_at(tmp_path):
+    """A source whose path is below tmp_path unless given."""
 
-    def documents(source: str, path=None, **settings) -> list[str]:
+    def corpus(source: str, path=None, data=None, **settings):
         path = tmp_path / "data" if path is None else path
         entry = SourceConfig(source=source, path=str(path), **settings)
-        return list(open_source(entry, DataConfig(), tmp_path / "cache", "data.train.0").documents())
+        return open_source(entry, data or DataConfig(), tmp_path / "cache", "data.train.0")
 
-    return documents
+    return corpus
+
+
+@pytest.fixture
+def read(open_at):
+    """Its documents as strings, and whatever else it gives as it is."""
+    return lambda *args, **settings: [text(e) for e in open_at(*args, **settings).examples()]
 
 
 @pytest.fixture
@@ -80,9 +93,11 @@ def test_jsonl(data, read, opener):
      (b'{"text":"caf\xe9"}\n{"text":"ok"}\n', ["a.jsonl:1", "UTF-8"]),
      (b'{"text":"ok"}\n{"text":5}\n', ["a.jsonl:2", "not text"]),
      (b'{"text":"ok"}\n{"text":null}\n', ["a.jsonl:2", "null"]),
-     (b'{"content":"ok"}\n', ["a.jsonl:1", "'content'", "text_field"]),
-     (b'[1]\n', ["a.jsonl:1", "list"]), (b'{"text":"a\x0bb"}', ["a.jsonl:1", "not valid JSON"]),
-     (b"[" * 100_000, ["a.jsonl:1", "not valid JSON"]), (b'{"text":"ok","n":' + b"9" * 5000 + b"}", ["a.jsonl:1"])],
+     (b'{"body":"ok"}\n', ["a.jsonl:1", "body", "text_field"]),
+     (b'{"text":"ok"}\n{"body":"ok"}\n', ["a.jsonl:2", "'text or content", "it has body", "text_field"]),
+     (b'[1]\n', ["a.jsonl:1", "holds 1", "not an object"]), (b'{"text":"a\x0bb"}', ["a.jsonl:1", "not valid JSON"]),
+     (b"[" * 100_000, ["a.jsonl:1", "not valid JSON"]),
+     (b'{"n":' * 100_000, ["a.jsonl:1", "not valid JSON"]), (b'{"text":"ok","n":' + b"9" * 5000 + b"}", ["a.jsonl:1"])],
 )  # fmt: skip
 def test_a_broken_row_is_named(data, read, raw, words):
     (data / "a.jsonl").write_bytes(raw)
@@ -144,6 +159,169 @@ def test_fingerprint_follows_the_content(tmp_path, data):
     assert fingerprint(max_documents=1) != first
     (data / "a.txt").write_text("two")
     assert fingerprint() != first
+
+
+# ------------------------------------------------------------------------------------------- rows and files
+
+SKIP = DataConfig(on_bad_row="skip", max_bad_share=0.9)
+
+
+def rows(*values) -> str:
+    return "".join(v if isinstance(v, str) else json.dumps(v) + "\n" for v in values)
+
+
+def test_only_the_rows_that_are_wanted_are_read(data, read):
+    """A limit counts rows of the file, before they are packed; what comes after it may be broken."""
+    (data / "a.jsonl").write_text(rows(*({"text": f"row {i}"} for i in range(10)), "not a row"))
+    assert read("files", max_documents=2) == ["row 0", "row 1"]
+    assert len(read("files", max_documents=10)) == 10
+    error(lambda: read("files", max_documents=11), "a.jsonl:11")
+
+
+def test_a_limit_does_not_hide_that_too_many_rows_are_bad(data, read):
+    (data / "a.jsonl").write_text(rows(*["not a row\n"] * 5, {"text": "good"}, {"text": "more"}))
+    error(
+        lambda: read("files", data=DataConfig(on_bad_row="skip"), max_documents=1), "5 of 6 rows", "max_bad_share=0.01"
+    )
+
+
+def test_a_value_of_another_type_is_named_wherever_it_stands(data, read):
+    """Loaders that infer a type per column give such rows to the template without a word."""
+    (data / "a.jsonl").write_text(rows({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
+                                       {"messages": "oops"}))  # fmt: skip
+    error(lambda: read("files"), "a.jsonl:2", '"oops"', "not a list of messages")
+    (data / "a.jsonl").write_text(rows({"text": "a"}, {"text": 5}))
+    error(lambda: read("files"), "a.jsonl:2", "'text' holds 5", "not text")
+
+
+def test_the_first_rows_format_is_held_against_every_row(data, read):
+    (data / "a.jsonl").write_text(rows({"prompt": "p", "completion": "c"}, {"text": "t"}))
+    error(lambda: read("files"), "a.jsonl:2", "no field 'prompt or query'", "it has text", "prompt_field")
+
+
+def test_the_format_is_said_once_in_the_log(data, open_at, caplog):
+    (data / "a.jsonl").write_text(rows({"question": "q", "answer": "a"}, {"question": "q", "answer": "b"}))
+    caplog.set_level(logging.INFO)
+    corpus = open_at("files", split="train")
+    assert len(list(corpus.read(START, Report()))) == 2
+    assert [r.getMessage() for r in caplog.records if "read as" in r.getMessage()] == ["data data/train: read as qa"]
+
+
+def test_bad_rows_are_skipped_counted_and_listed(data, open_at):
+    (data / "a.jsonl").write_text(
+        rows({"text": "a"}, "{\n", {"text": 5}, {"text": " "}, {"text": "b"}, {"body": "c"}, {"text": "d"})
+    )
+    report, corpus = Report(), open_at("files", data=SKIP)
+    report.bad = corpus.bad()
+    assert [text(e) for _, e in corpus.read(START, report)] == ["a", "b", "d"]
+    assert (report.examples, report.blank, report.bad.bad, report.bad.rows) == (3, 1, 3, 7)
+    assert [line.split(": ")[0].rpartition("/")[2] for line in report.bad.listed] == [
+        "a.jsonl:2",
+        "a.jsonl:3",
+        "a.jsonl:6",
+    ]
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_blank_documents_are_counted_and_left_out(data, open_at):
+    for name, content in (("a.txt", "a"), ("b.txt", ""), ("c.txt", " \n\t\u3000")):
+        (data / name).write_text(content)
+    report = Report()
+    assert [text(e) for _, e in open_at("files").read(START, report)] == ["a"]
+    assert (report.blank, report.bad.rows) == (2, 3)
+
+
+def test_files_of_all_kinds_side_by_side(data, read):
+    (data / "a.csv").write_text("text,n\nfrom csv,1\n")
+    (data / "b.json").write_text(json.dumps([{"text": "from json"}], indent=1))
+    (data / "c.jsonl").write_text(rows({"text": "from jsonl"}))
+    pq.write_table(pa.table({"text": ["from parquet"]}), data / "d.parquet")
+    (data / "e.txt").write_text("a note beside the rows")
+    assert read("files") == ["from csv", "from json", "from jsonl", "from parquet"]
+    assert read("files", include=["*.txt", "*.csv"]) == ["from csv", "a note beside the rows"]
+    assert read("files", data / "*.json*") == ["from json", "from jsonl"]
+    assert read("files", data / "e.txt") == ["a note beside the rows"]
+
+
+def test_a_text_among_conversations_is_named(data, read):
+    (data / "a.jsonl").write_text(rows({"prompt": "p", "completion": "c"}))
+    (data / "b.txt").write_text("a note")
+    error(lambda: read("files", include=["*"]), "b.txt", "is a text", "rows of prompt_completion")
+    error(lambda: read("files", data / "b.txt", format="messages"), "b.txt", "rows of messages")
+
+
+def test_code_in_rows_and_code_in_files(data, read):
+    (data / "a.jsonl").write_text(rows({"content": "def f(): return 1\n"}))
+    (data / "b.json").write_text('{"name": "part of a program"}')
+    (data / "c.py").write_text("value = 1\n")
+    assert read("files", data / "a.jsonl", format="code") == ["def f(): return 1\n"]
+    assert read("files", format="code") == ['{"name": "part of a program"}', "value = 1\n"]
+
+
+def test_a_field_that_was_asked_for_comes_before_the_usual_ones(data, read):
+    row = {"text": "t", "body": "b", "messages": [{"role": "assistant", "content": "m"}], "prompt": "p", "output": "o"}
+    (data / "a.jsonl").write_text(rows(row))
+    assert isinstance(read("files")[0], Conversation)
+    assert read("files", text_field="body") == ["b"]
+    assert read("files", format="text") == ["t"]
+    assert read("files", format="prompt_completion", completion_field="output") == [Completion("p", "o")]
+
+
+def test_generated_files_are_left_out_and_counted(data, open_at):
+    (data / "a.py").write_text("value = 1\n")
+    (data / "b.py").write_text("# Code generated by a program. DO NOT EDIT.\nvalue = 1\n")
+    report = Report()
+    assert len(list(open_at("code").read(START, report))) == 1 and report.generated == 1
+    everything = DataConfig(code=CodeConfig(skip_generated=False))
+    assert len(list(open_at("code", data=everything).examples())) == 2
+
+
+def make_rows(data):
+    (data / "a.jsonl").write_text(
+        rows(*({"text": f"row {i}"} if i % 3 else "broken\n" for i in range(12)), {"text": ""})
+    )
+    (data / "b.csv").write_text('text,n\none,1\nbroken\n"two\n lines",2\nthree,"3\n')
+    (data / "c.json").write_text(json.dumps([{"text": "x"}, 5, {"text": "y"}, {"text": 6}, {"text": "z"}], indent=1))
+    pq.write_table(pa.table({"text": ["p", None, "q"]}), data / "d.parquet", row_group_size=2)
+    return "files"
+
+
+def make_archive(data):
+    with tarfile.open(data / "a.tar", "w") as archive:
+        for i, content in enumerate([b"one", b"caf\xe9", b"two", b"", b"\xff", b"three"]):
+            (data / "page").write_bytes(content)
+            archive.add(data / "page", f"{i}.txt")
+    (data / "page").unlink()
+    return "openwebtext"
+
+
+def make_articles(data):
+    (data / "wiki.train.tokens").write_bytes(b" = A = \n a \n caf\xe9 \n\n = B = \n b \n\n = C = \n \xff \n c \n")
+    return "wikitext-103"
+
+
+def make_repositories(data):
+    for name, content in (("a/.git/x", b""), ("a/m.py", b"import n\n"), ("a/n.py", b"value = 1\n"), ("a/o.py", b"caf\xe9"),
+                          ("b/.git/x", b""), ("b/m.py", b"value = 1\n"), ("b/n.py", b"other = 1\n"), ("b/p.min.js", b"z")):  # fmt: skip
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_bytes(content)
+    return "code"
+
+
+@pytest.mark.parametrize("make", [make_rows, make_archive, make_articles, make_repositories])
+def test_reading_goes_on_at_any_position_with_the_same_rows_and_counts(data, open_at, make):
+    settings = DataConfig(on_bad_row="skip", max_bad_share=1.0, code=CodeConfig(repository=make is make_repositories))
+    corpus = open_at(make(data), data=settings, **({"split": "train"} if make is make_articles else {}))
+    whole, report, states = [], Report(bad=corpus.bad()), []
+    for position, example in corpus.read(START, report):
+        whole.append(example)
+        states.append((position, json.dumps(report.to_dict())))
+    assert len(whole) >= 3 and report.bad.bad + report.generated >= 2
+    assert len({position for position, _ in states}) == len(states)
+    for i, (position, state) in enumerate(states):
+        rest = Report.from_dict(json.loads(state))
+        assert [e for _, e in corpus.read(position, rest)] == whole[i + 1 :], position
+        assert asdict(rest) == asdict(report), position
 
 
 # ------------------------------------------------------------------------------------------------- wikitext
@@ -216,8 +394,9 @@ def test_a_single_file_is_held_against_split_and_variant(data, read):
 
 def test_parquet_columns(data, read):
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), data / "train.parquet")
-    error(lambda: read("wikitext-103"), "no column 'text'", "body")
+    error(lambda: read("wikitext-103"), "no field 'text", "it has body, n", "text_field")
     error(lambda: read("wikitext-103", text_field="n"), "not text")
+    assert read("wikitext-103", text_field="body") == ["x\n"]
     (data / "train.parquet").write_bytes(b"PAR1 nonsense")
     error(lambda: read("wikitext-103"), "train.parquet")
 
@@ -251,20 +430,23 @@ def test_openwebtext_archive_tree(tmp_path, data, read):
      ("wikitext-2", "Salesforce/wikitext", "wikitext-2-v1"), ("openwebtext", "Skylion007/openwebtext", None)],
 )  # fmt: skip
 def test_what_is_asked_of_the_hub(monkeypatch, tmp_path, source, repo, config):
-    """The hub itself is out of reach here, so what would be asked of it is recorded (casebook DAT-9)."""
+    """The hub itself is out of reach here, so what would be asked of it is recorded."""
     import datasets
 
     asked = {}
 
     def load_dataset(*args, **kwargs):
-        asked["args"], asked["split"] = args, kwargs["split"]
+        asked["args"], asked["split"], asked["revision"] = args, kwargs["split"], kwargs["revision"]
+        assert "trust_remote_code" not in kwargs
         rows = datasets.Dataset.from_dict({"text": ["", " = Title = \n", " text \n"]})
         return rows
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     corpus = open_source(SourceConfig(source=source, split="train"), DataConfig(), tmp_path, "k")
-    assert asked == {"args": (repo, config), "split": "train"}
-    documents = list(corpus.documents())
+    # The scripts on the main branch are run by nobody any more; the parquet copy has a branch of its own.
+    revision = None if config else "refs/convert/parquet"
+    assert asked == {"args": (repo, config), "split": "train", "revision": revision}
+    documents = [text(e) for e in corpus.examples()]
     assert documents == ([" = Title = \n text \n"] if config else [" = Title = \n", " text \n"])
 
 
@@ -282,7 +464,58 @@ def test_a_hub_that_does_not_answer_names_the_way_out(monkeypatch, tmp_path):
     )
 
 
+def test_a_hub_that_stops_to_answer_is_named_with_the_row(monkeypatch, tmp_path):
+    class Rows:
+        def __iter__(self):
+            yield {"text": "a"}
+            raise ConnectionError("Connection reset by peer")
+
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: Rows())
+    corpus = open_source(SourceConfig(source="someone/something"), DataConfig(), tmp_path, "data.train.0")
+    error(lambda: list(corpus.examples()), "someone/something: row 2", "Connection reset")
+
+
+def test_rows_of_the_hub_are_recognised_and_resumed_like_those_of_files(monkeypatch, tmp_path):
+    import datasets
+
+    values = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(4)] + [{"prompt": "p", "completion": None}]
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: datasets.Dataset.from_list(values))
+    corpus = open_source(SourceConfig(source="someone/something"), SKIP, tmp_path, "k")
+    whole = list(corpus.read(START, Report(bad=corpus.bad())))
+    assert [e for _, e in whole] == [Completion(f"p{i}", f"c{i}") for i in range(4)]
+    assert list(corpus.read(whole[1][0], Report(bad=corpus.bad()))) == whole[2:]
+
+
 # ----------------------------------------------------------------------------------------------- real files
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("path", "count", "kind", "form"),
+    [("chat/identity.json", 91, Conversation, "alpaca"), ("chat/sharegpt_dummy_conversation.json", None, Conversation, "sharegpt"),
+     ("chat/glaive_toolcall_zh_demo.json", 300, Conversation, "sharegpt"),
+     ("chat/reason_tool_use_demo_50.jsonl", 50, Conversation, "messages"),
+     ("chat/v1_sft_demo.jsonl", None, Conversation, "messages"), ("math/gsm8k_test.jsonl", 1319, Conversation, "qa"),
+     ("code/HumanEval.jsonl.gz", 164, Completion, "prompt_completion"),
+     ("code/HumanEval-RandomSpanInfillingLight.jsonl.gz", 164, Infill, "infill"),
+     ("text/zh/cmrc2018_trial.json", 256, Text, "text"), ("text/openwebtext/openwebtext-1000.jsonl", 1000, Text, "text")],
+)  # fmt: skip
+def test_real_files_are_read_whole_and_recognised(tmp_path, path, count, kind, form):
+    corpus = open_source(SourceConfig(source="files", path=str(SHARED / path)), DataConfig(), tmp_path, "k")
+    report = Report(quiet=True)
+    examples = [e for _, e in corpus.read(START, report)]
+    assert report.form == form and {type(e) for e in examples} == {kind}
+    content = (gzip.open if path.endswith(".gz") else open)(SHARED / path, "rt", encoding="utf-8")
+    with content:
+        if ".jsonl" in path:
+            rows_there = sum(bool(line.strip()) for line in content)
+        else:
+            value = json.load(content)
+            rows_there = len(value) if isinstance(value, list) else sum(len(d["paragraphs"]) for d in value["data"])
+    assert len(examples) == rows_there == (count or rows_there) and report.bad.bad == 0
+
+
+# ------------------------------------------------------------------------------------------- as published
 
 
 @needs_shared

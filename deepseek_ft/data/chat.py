@@ -8,10 +8,10 @@ learnt gets a row of its own). What the assistant wrote is put in for a stand-in
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -20,13 +20,38 @@ from .formats import Conversation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_STAND_IN = "\U000f3a7c\U000f3a7d"
-GUARD = "\U000f3a7e"
+# Code points that Unicode keeps for a program's own use: no text holds them.
+_STAND_IN = "\ufdd0\ufdd1"
+GUARD = "\ufdd2"
 """Put behind the first character of a special token's text inside content, so that it is not read as that token."""
-CONTROL = re.compile(r"<[|｜][^<>\n]{1,60}[|｜]>")
-"""How the special tokens of DeepSeek, Qwen and Llama 3 are written, also those that their files do not call special."""
+_CONTROL = re.compile(r"<[|｜][^<>\n]{1,60}[|｜]>|</?s>|<pad>|<unk>")
+"""How the special tokens of DeepSeek, Qwen and Llama are written, also those that their files do not call special."""
+_OPEN, _CLOSE = "<think>", "</think>"
 
-_SYSTEM_FIRST = "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+
+class Controls:
+    """The names of tokens that stand for no text: what a form writes and content may not."""
+
+    def __init__(self, names: Iterable[str]):
+        self.names = sorted(names, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
+        self._hints = sorted({name[:2] for name in self.names})
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast) -> Controls:
+        return cls(
+            t.content for t in tokenizer.added_tokens_decoder.values() if t.special or _CONTROL.fullmatch(t.content)
+        )
+
+    def found(self, text: str) -> bool:
+        return any(hint in text for hint in self._hints) and bool(self.pattern.search(text))
+
+    def guard(self, text: str) -> str:
+        """The text with GUARD in every name that it holds."""
+        return self.pattern.sub(lambda m: m[0][0] + GUARD + m[0][1:], text) if self.found(text) else text
+
+
+_SYSTEM_FIRST = "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ ('' if loop.first else '\\n\\n') + m.content }}{% endfor %}"
 _NO_TOOLS = (
     "{% if m.role == 'tool' or m.tool_calls %}{{ raise_exception('this prompt form has no tool turns') }}{% endif %}"
 )
@@ -95,11 +120,17 @@ class ChatForm:
     render: Callable[..., str]
     """(messages, tools, add_generation_prompt, thinking) -> text"""
     eos_token: str
+    end: str
+    """The token that closes an assistant's turn."""
+    controls: Controls
+    """What no content may write."""
     keep_reasoning: bool = True
     system: str | None = None
     """For conversations that have no system turn."""
     arguments_are_text: bool = True
     """Whether the template joins a tool call's arguments to text, or writes them as JSON itself."""
+    writes_tools: bool = False
+    """Whether the model is told which tools there are."""
 
 
 def choose_form(
@@ -129,10 +160,19 @@ def choose_form(
     def render(messages: Sequence[Mapping], tools: Sequence[Mapping], opening: bool, thinking: bool) -> str:
         return tokenizer.apply_chat_template(
             messages, tools=tools or None, chat_template=template, add_generation_prompt=opening, tokenize=False,
-            **({"thinking": True} if thinking else {}),
+            **({"thinking": True, "enable_thinking": True} if thinking else {}),
         )  # fmt: skip
 
-    return ChatForm(name, template, render, str(tokenizer.eos_token), keep_reasoning, system, _joins_arguments(render))
+    eos = str(tokenizer.eos_token)
+    # Reasoning is written by the assistant, also where its marks are called special.
+    controls = Controls({*Controls.of(tokenizer).names, eos} - {_OPEN, _CLOSE})
+    return ChatForm(name, template, render, eos, _usual_end(render, eos, controls), controls, keep_reasoning, system,
+                    _joins_arguments(render), _writes_tools(render))  # fmt: skip
+
+
+def end_token(form: ChatForm) -> str:
+    """The token that closes an assistant's turn, which generation must stop at."""
+    return form.end
 
 
 def _family(vocabulary: Mapping[str, int], model: str, eos: str) -> str:
@@ -151,12 +191,33 @@ def _family(vocabulary: Mapping[str, int], model: str, eos: str) -> str:
                       f"one of {', '.join(FORMS)}")  # fmt: skip
 
 
-def _joins_arguments(render: Callable) -> bool:
+# What a template does is seen by asking it.
+
+
+def _usual_end(render: Callable[..., str], eos: str, controls: Controls) -> str:
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
+    try:
+        closing = render(turns, [], False, False).partition(_STAND_IN)[2]
+    except Exception:  # it takes no such conversation
+        return eos
+    mark = controls.pattern.search(closing)
+    return mark[0] if mark else eos
+
+
+def _joins_arguments(render: Callable[..., str]) -> bool:
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
         return "{'a'" in render(turns, [], False, False)  # Python's quotes, not JSON's
     except Exception:  # it adds the arguments to text, or has no tools at all
+        return True
+
+
+def _writes_tools(render: Callable[..., str]) -> bool:
+    tool = {"type": "function", "function": {"name": _STAND_IN, "description": "", "parameters": {"type": "object", "properties": {}}}}  # fmt: skip
+    try:
+        return _STAND_IN in render([{"role": "user", "content": "x"}], [tool], True, False)
+    except Exception:  # such a row will say why
         return True
 
 
@@ -172,22 +233,23 @@ def to_rows(conversation: Conversation, form: ChatForm) -> list[Pieces]:
     Raises:
         ValueError: the template does not take this conversation; the message says why.
     """
-    messages = [_guarded(m, form) for m in conversation.messages]
-    learnt = list(conversation.learnt)
+    messages, learnt = conversation.messages, conversation.learnt
     if form.system is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": form.system})
-        learnt.insert(0, False)
+        messages = [{"role": "system", "content": form.system}, *messages]
+        learnt = [False, *learnt]
+    messages = [_prepared(m, form) for m in messages]
+    tools = _guarded(conversation.tools, form)
     rows: list[Pieces] = []
     text = ""
     for k, yes in enumerate(learnt):
         if not yes:
             continue
-        thinking = _has_reasoning(messages[k]) and form.keep_reasoning
-        before = _rendered(form, messages[:k], conversation.tools, False, thinking)
-        prompt = _rendered(form, messages[:k], conversation.tools, True, thinking)
-        answer, closing = _answer(form, messages, k, conversation.tools, before, prompt, thinking)
-        answer += closing[: _end(closing, form)] or form.eos_token
-        closing = closing[_end(closing, form) :]
+        thinking = bool(messages[k].get("reasoning_content")) or _CLOSE in messages[k]["content"]
+        prompt = _prompt(form, messages[:k], tools, thinking)
+        answer, closing = _answer(form, messages[:k], messages[k], tools, prompt, thinking)
+        end = _end(closing, form)
+        answer += closing[:end] or form.eos_token
+        closing = closing[end:]
         if rows and prompt.startswith(text):
             read = prompt[len(text) :]
             if not rows[-1][-1][1]:  # what closes a turn and what opens the next are read as one
@@ -202,100 +264,123 @@ def to_rows(conversation: Conversation, form: ChatForm) -> list[Pieces]:
     return rows
 
 
-def _guarded(message: Mapping, form: ChatForm) -> dict:
-    """The message with special tokens inside its content marked as the text that they are."""
+def _prepared(message: Mapping, form: ChatForm) -> dict:
+    """A message as the template gets it: nothing given twice, and special tokens in it marked as the text that they are."""
+    ready = dict(message)
+    if message["role"] == "assistant":
+        content, reasoning = without_end(message["content"], form.end, form.eos_token), message.get("reasoning_content")
+        if not form.keep_reasoning:
+            ready.pop("reasoning_content", None)
+            content = content.rpartition(_CLOSE)[2].lstrip("\n") if _CLOSE in content else content
+        elif reasoning and _CLOSE in content and content.lstrip().startswith(_OPEN):
+            inline, _, answer = content.lstrip().removeprefix(_OPEN).partition(_CLOSE)
+            if inline.strip() != reasoning.strip():
+                raise ValueError("its reasoning is given twice and not alike: in the content and beside it")
+            content = answer.lstrip("\n")
+        ready["content"] = content
+    ready = _guarded(ready, form)
+    if not form.arguments_are_text:
+        for call in ready.get("tool_calls") or ():
+            try:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            except ValueError:  # the template gets the text
+                continue
+    return ready
 
-    def guard(text: str) -> str:
-        return CONTROL.sub(lambda m: m[0][0] + GUARD + m[0][1:], text) if "<" in text else text
 
-    guarded = {**message, "content": guard(message["content"])}
-    if message.get("reasoning_content"):
-        guarded["reasoning_content"] = guard(message["reasoning_content"])
-    if message.get("tool_calls"):
-        guarded["tool_calls"] = [
-            {**c, "function": {**c["function"], "arguments": _arguments(guard(c["function"]["arguments"]), form)}}
-            for c in message["tool_calls"]
-        ]
-    return guarded
+def _guarded(value: Any, form: ChatForm) -> Any:
+    if isinstance(value, str):
+        return form.controls.guard(value)
+    if isinstance(value, Mapping):
+        return {name: _guarded(v, form) for name, v in value.items()}
+    return [_guarded(v, form) for v in value] if isinstance(value, list) else value
 
 
-def _arguments(text: str, form: ChatForm) -> Any:
-    if form.arguments_are_text:
-        return text
-    import json
+def without_end(answer: str, *ends: str) -> str:
+    """An answer without the end tokens that it brings along: the form writes one."""
+    while end := next((e for e in ends if answer.rstrip().endswith(e)), None):
+        answer = answer.rstrip().removesuffix(end)
+    return answer
 
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+
+def _end(closing: str, form: ChatForm) -> int:
+    """Where in `closing` the token ends that tells the model to stop; 0 if there is none."""
+    for mark in (form.end, form.eos_token):
+        if mark in closing:
+            return closing.rindex(mark) + len(mark)
+    return max((mark.end() for mark in form.controls.pattern.finditer(closing)), default=0)
 
 
 def _rendered(form: ChatForm, messages: list[dict], tools: list[dict], opening: bool, thinking: bool) -> str:
     try:
         return form.render(messages, tools, opening, thinking)
     except Exception as error:  # a template is a program of its own
-        raise ValueError(f"the chat template does not take it: {str(error).splitlines()[0][:120]}") from None
+        why = str(error).strip() or type(error).__name__
+        raise ValueError(f"the chat template does not take it: {why.splitlines()[0][:120]}") from None
 
 
-_OPEN, _CLOSE = "<think>", "</think>"
+def _prompt(form: ChatForm, before: list[dict], tools: list[dict], thinking: bool) -> str:
+    """What the model has read when it begins to write."""
+    if before:
+        return _rendered(form, before, tools, True, thinking)
+    # Nobody can ask for a prompt without turns; an assistant that speaks first begins where its content does.
+    return _rendered(form, [{"role": "assistant", "content": _STAND_IN}], tools, False, thinking).partition(_STAND_IN)[
+        0
+    ]
 
 
-def _has_reasoning(message: Mapping) -> bool:
-    return bool(message.get("reasoning_content")) or _CLOSE in message["content"]
+_OPENED = re.compile(rf"{_OPEN}(\s*)\Z")
+_NO_REASONING = re.compile(rf"\s*(?:{_OPEN}\s*)?{_CLOSE}\s*")
 
 
 def _answer(
-    form: ChatForm, messages: list[dict], k: int, tools: list[dict], before: str, prompt: str, thinking: bool
+    form: ChatForm, before: list[dict], message: dict, tools: list[dict], prompt: str, thinking: bool
 ) -> tuple[str, str]:
-    """What the assistant wrote after `prompt`, and how the template closes the turn."""
-    message = {n: v for n, v in messages[k].items() if n != "reasoning_content"}
-    content, reasoning = message["content"], messages[k].get("reasoning_content")
-    opening = prompt[len(before) :] if prompt.startswith(before) else prompt
-    if content:
-        whole = _rendered(form, [*messages[:k], {**message, "content": _STAND_IN}], tools, False, thinking)
+    """What the assistant wrote after `prompt`, and how the template closes the turn.
+
+    The template is asked with a stand-in for the words. White space around them stays with it: some templates strip
+    that, and what is learnt must be what later turns will show.
+    """
+    reasoning = message.get("reasoning_content")
+    inline, _, content = (
+        message["content"].rpartition(_CLOSE) if thinking and not reasoning else ("", "", message["content"])
+    )
+    words = content.strip()
+    left, right = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
+    if not words and not message.get("tool_calls"):
+        raise ValueError("there is nothing to learn: an assistant turn is empty")
+    asked = (("" if thinking else left) + _STAND_IN + right) if words else "" if thinking else content
+    last = {name: value for name, value in message.items() if name != "reasoning_content"} | {"content": asked}
+    whole = _rendered(form, [*before, last], tools, False, thinking)
+
+    opened = _OPENED.search(prompt)  # the prompt has opened the reasoning already
+    start = prompt if not opened or whole.startswith(prompt) else prompt[: opened.start()]
+    if words:
         lead, found, closing = whole.partition(_STAND_IN)
         if not found or _STAND_IN in closing:
             raise ValueError("the chat template writes an assistant's content not at all, or twice")
         # What the template puts before every answer, such as an empty reasoning, where the prompt does not have it.
-        lead = lead[len(prompt) :] if lead.startswith(prompt) else ""
-    else:  # tool calls alone
-        whole = _rendered(form, [*messages[:k], message], tools, False, thinking)
-        after = whole[len(before) :] if whole.startswith(before) else whole
-        lead, closing = "", after[len(commonprefix([after, opening])) :]
-    if _CLOSE in content and not reasoning:
-        head, _, answer = content.rpartition(_CLOSE)
-        head = head.lstrip()
-        written = (head if head.startswith(_OPEN) else _OPEN + head) + _CLOSE + answer
-        bare = answer.lstrip("\n")
+        lead = lead[len(start) :] if lead.startswith(start) else left if lead.endswith(left) else ""
+        if closing.startswith(right):
+            words, closing = words + right, closing[len(right) :]
     else:
-        newline = "\n" if not opening.endswith(_OPEN) else ""
-        written = f"{_OPEN}{newline}{reasoning}{newline}{_CLOSE}{2 * newline}{content}" if reasoning else content
-        bare = content
+        if not whole.startswith(start):
+            raise ValueError("the chat template begins these tool calls otherwise than its own prompt for them; if it is one of "
+                             "DeepSeek's, data.chat.form=deepseek_v3 writes them right")  # fmt: skip
+        empty = _NO_REASONING.match(whole, len(start))
+        lead, closing = (empty[0], whole[empty.end() :]) if empty else ("", whole[len(start) :])
+
     if not thinking:
-        written = bare
-    if opening.rstrip().endswith(_OPEN):  # the prompt has opened the reasoning already
-        space = opening[len(opening.rstrip()) :]
-        if thinking:
-            written = written.removeprefix(_OPEN)
-            return written.removeprefix(space) if space else written, closing
-        return f"{space}{_CLOSE}{2 * space}{written}", closing
-    return (written if thinking else lead + written), closing
-
-
-def _end(closing: str, form: ChatForm) -> int:
-    """Where in `closing` the token ends that tells the model to stop; 0 if there is none."""
-    at = closing.rfind(form.eos_token)
-    if at >= 0:
-        return at + len(form.eos_token)
-    marks = list(CONTROL.finditer(closing))
-    return marks[-1].end() if marks else 0
-
-
-def end_token(form: ChatForm) -> str:
-    """The token that closes an assistant's turn, which generation must stop at."""
-    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
-    closing = form.render(turns, [], False, False).partition(_STAND_IN)[2]
-    if form.eos_token in closing:
-        return form.eos_token
-    marks = CONTROL.findall(closing)
-    return marks[-1] if marks else form.eos_token
+        if opened and _CLOSE not in lead:
+            lead = f"{opened[1]}{_CLOSE}{2 * opened[1]}{lead}"
+        return lead + words, closing
+    newline = "" if opened and not opened[1] else "\n"
+    if reasoning:
+        reasoning, left = (reasoning.strip("\n"), left.lstrip("\n")) if newline else (reasoning, left)
+        thought = f"{_OPEN}{newline}{reasoning}{newline}{_CLOSE}{2 * newline}{left if words else ''}"
+    else:
+        inline = inline.lstrip()
+        thought = (inline if inline.startswith(_OPEN) else _OPEN + newline + inline) + _CLOSE + left
+    if opened:
+        return thought.removeprefix(_OPEN).removeprefix(opened[1]) + words, closing
+    return re.split(f"{_OPEN}|{_CLOSE}", lead)[0] + thought + words, closing

@@ -12,6 +12,7 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import re
@@ -29,7 +30,8 @@ LONG_TEXT_BYTES = 32 << 20
 """A text file above this is read in pieces; what is below is one string."""
 _NO_SEAM = 16 << 20  # characters without a seam that are still waited for; then one token may be cut in two
 _LISTED = 20  # bad rows that are told one by one
-_BROKEN = (OSError, EOFError, lzma.LZMAError, tarfile.TarError, zlib.error)
+BROKEN = (OSError, EOFError, lzma.LZMAError, tarfile.TarError, zlib.error)
+_PACKED = (b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, xz, zstandard
 
 
 @dataclass
@@ -43,12 +45,16 @@ class BadRows:
     """Rows seen, good and bad."""
     bad: int = 0
     listed: list[str] = field(default_factory=list)
+    muted = False
+    """While what was counted before is read once more."""
 
     def __call__(self, where: str, why: str) -> None:
         """
         Raises:
             DataError: unless bad rows are skipped, and they are few.
         """
+        if self.muted:
+            return
         if not self.skip:
             raise DataError(f"{where}: {why}\n  data.on_bad_row=skip leaves such rows out and counts them")
         self.rows += 1
@@ -80,11 +86,11 @@ def _magic(path: Path) -> bytes:
 def open_bytes(path: Path) -> BinaryIO:
     """A file's content, unpacked if its first bytes say gzip, xz or zstandard."""
     magic = _magic(path)
-    if magic.startswith(b"\x1f\x8b"):
+    if magic.startswith(_PACKED[0]):
         return gzip.open(path, "rb")
-    if magic.startswith(b"\xfd7zXZ"):
+    if magic.startswith(_PACKED[1]):
         return lzma.open(path, "rb")
-    if magic.startswith(b"\x28\xb5\x2f\xfd"):
+    if magic.startswith(_PACKED[2]):
         import pyarrow as pa
 
         # The one zstd that comes with what is installed anyway. Its stream has no readinto of its own.
@@ -100,34 +106,46 @@ class _Raw(io.RawIOBase):
         return True
 
     def readinto(self, buffer) -> int:
-        data = self.stream.read(len(buffer))
+        import pyarrow as pa
+
+        try:
+            data = self.stream.read(len(buffer))
+        except pa.ArrowException as error:
+            raise OSError(str(error)) from None
         buffer[: len(data)] = data
         return len(data)
 
 
-def decode(data: bytes, where: str, one_line: bool = False) -> str:
+class NotUTF8(ValueError):
+    def __init__(self, error: UnicodeDecodeError, lines_before: int = 0):
+        super().__init__(
+            f"not UTF-8: byte 0x{error.object[error.start]:02x}; convert the file, or leave it out with `exclude`"
+        )
+        self.line = lines_before + error.object.count(b"\n", 0, error.start) + 1
+
+
+def decode(data: bytes) -> str:
     """
     Raises:
-        ValueError: it is not UTF-8; the message says where.
+        NotUTF8: it is not; its `line` says where.
     """
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = "" if one_line else f" in line {data.count(bytes([10]), 0, error.start) + 1}"
-        raise ValueError(f"not UTF-8: byte 0x{data[error.start]:02x}{line}; convert the file, or leave it out with "
-                         "`exclude`") from None  # fmt: skip
+        raise NotUTF8(error) from None
 
 
-def kind_of(path: Path) -> str:
-    """`json`, `csv`, `parquet`, `tar` or `text`.
-
-    Raises:
-        DataError: the file cannot be opened.
-    """
+def _ending(path: Path) -> str:
+    """What a file is called by, whatever packs it: `json` of `a.json.gz`."""
     names = path.name.lower().split(".")
     while names and names[-1] in ("gz", "xz", "zst", "zstd"):
         names.pop()
-    ending = names[-1] if len(names) > 1 else ""
+    return names[-1] if len(names) > 1 else ""
+
+
+def kind_of(path: Path) -> str:
+    """`json`, `csv`, `parquet`, `tar` or `text`; of a file that cannot be read, what its name says."""
+    ending = _ending(path)
     try:
         magic = _magic(path)
         if magic.startswith(b"PAR1") or ending == "parquet":
@@ -138,12 +156,12 @@ def kind_of(path: Path) -> str:
             return "csv"
         if ending in ("tar", "tgz"):
             return "tar"
-        if magic.startswith((b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
+        if magic.startswith(_PACKED):
             with open_bytes(path) as file:
                 if file.read(512)[257:262] == b"ustar":
                     return "tar"
-    except _BROKEN as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+    except BROKEN:
+        pass  # whoever reads it says so
     return "text"
 
 
@@ -156,15 +174,14 @@ class LongText:
     def __init__(self, path: Path, bad: BadRows):
         self.path, self.bad = path, bad
         digest, self.blank, self.bytes = hashlib.blake2b(digest_size=8), True, 0
-        decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+        decoder, line = codecs.getincrementaldecoder("utf-8")(), 0
         with open_bytes(path) as file:
             while True:
                 chunk = file.read(1 << 22)
                 try:
                     text = decoder.decode(chunk, final=not chunk)
                 except UnicodeDecodeError as error:
-                    line += error.object.count(b"\n", 0, error.start)
-                    raise ValueError(f"not UTF-8: byte 0x{error.object[error.start]:02x} near line {line}") from None
+                    raise NotUTF8(error, line) from None
                 self.blank = self.blank and not text.strip()
                 line += text.count("\n")
                 digest.update(text.encode())
@@ -207,43 +224,49 @@ def split_long(text: str, size: int) -> list[str]:
 def read_text(path: Path, bad: BadRows) -> Iterator[str | LongText]:
     """One file, one document."""
     try:
-        if path.stat().st_size > LONG_TEXT_BYTES // (
-            1 if _magic(path)[:2] not in (b"\x1f\x8b", b"\xfd7", b"\x28\xb5") else 4
-        ):
-            yield LongText(path, bad)
-            return
-        with open_bytes(path) as file:
-            data = file.read()
-        yield decode(data, str(path))
-    except ValueError as error:
-        bad(str(path), str(error))
-    except _BROKEN as error:
+        unpacked = 4 if _magic(path).startswith(_PACKED) else 1
+        if path.stat().st_size > LONG_TEXT_BYTES // unpacked:
+            document: str | LongText = LongText(path, bad)
+        else:
+            with open_bytes(path) as file:
+                document = decode(file.read())
+    except NotUTF8 as error:
+        bad(f"{path}:{error.line}", str(error))
+    except BROKEN as error:
         bad(str(path), f"cannot be read: {error}")
+    else:
+        yield document
 
 
 def read_tar(path: Path, bad: BadRows) -> Iterator[str]:
     """OpenWebText's own layout: tar archives of .txt files, or of further .xz archives of them."""
+
+    def texts(stream: BinaryIO, mode: str, name: str) -> Iterator[str]:
+        count = 0
+        try:
+            with tarfile.open(fileobj=stream, mode=mode) as archive:
+                for member in archive:
+                    count += 1
+                    if not member.isfile():
+                        continue
+                    where = f"{name}!{member.name}"
+                    if mode == "r|" and member.name.endswith(".xz"):
+                        yield from texts(io.BytesIO(archive.extractfile(member).read()), "r:xz", where)
+                    elif mode != "r|" or member.name.endswith(".txt"):
+                        try:
+                            text = decode(archive.extractfile(member).read())
+                        except NotUTF8 as error:
+                            bad(f"{where}:{error.line}", str(error))
+                        else:
+                            yield text
+        except (*BROKEN, ValueError, OverflowError, RecursionError) as error:  # tarfile trusts what a header says
+            bad(name, f"cannot be read as an archive of texts after {count} members: {error}")
+
     try:
-        with open_bytes(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-            for member in archive:
-                if not member.isfile():
-                    continue
-                data = archive.extractfile(member).read()
-                where = f"{path}!{member.name}"
-                if member.name.endswith(".xz"):
-                    with tarfile.open(fileobj=io.BytesIO(data), mode="r:xz") as inner:
-                        pages = [(f"{where}!{p.name}", inner.extractfile(p).read()) for p in inner if p.isfile()]
-                else:
-                    pages = [(where, data)] if member.name.endswith(".txt") else []
-                for name, page in pages:
-                    try:
-                        text = decode(page, name)
-                    except ValueError as error:
-                        bad(name, str(error))
-                    else:
-                        yield text
-    except _BROKEN as error:
-        bad(str(path), f"cannot be read as an archive of texts: {error}")
+        with open_bytes(path) as stream:
+            yield from texts(stream, "r|", str(path))
+    except BROKEN as error:
+        bad(str(path), f"cannot be read: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------- rows
@@ -266,16 +289,24 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates)
+_LENIENT = json.JSONDecoder(parse_int=str)
+"""Only finds where a value ends, whatever is wrong in it."""
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def _half_character(value: Any) -> bool:
+def half_character(value: Any) -> bool:
     """Whether any text in it holds a lone surrogate, which no UTF-8 and no tokenizer can carry."""
-    if isinstance(value, str):
-        return bool(_SURROGATE.search(value))
-    if isinstance(value, dict):
-        return any(_half_character(k) or _half_character(v) for k, v in value.items())
-    return isinstance(value, list) and any(map(_half_character, value))
+    values = [value]
+    while values:  # not by recursion: it may be nested as deeply as the parser allows
+        value = values.pop()
+        if isinstance(value, str):
+            if not value.isascii() and _SURROGATE.search(value):
+                return True
+        elif isinstance(value, dict):
+            values += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            values += value
+    return False
 
 
 def _parse(text: str) -> Any:
@@ -292,14 +323,22 @@ def _parse(text: str) -> Any:
         raise ValueError(f"not valid JSON ({error.msg} at character {error.pos + 1}): {shown}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON ({error}): {shown}") from None
-    if "\\u" in text and _half_character(value):
+    if "\\u" in text and half_character(value):
         raise ValueError(f"half a character (a lone surrogate): {shown}")
     return value
 
 
+def short(value: Any) -> str:
+    """A value as a message shows it."""
+    try:
+        return json.dumps(value, ensure_ascii=False)[:60]
+    except (TypeError, ValueError, RecursionError):  # bytes, dates, or nested too deeply
+        return (repr(value) if not isinstance(value, list | dict) else f"a nested {type(value).__name__}")[:60]
+
+
 def _row(value: Any) -> dict:
     if not isinstance(value, dict):
-        raise ValueError(f"holds {json.dumps(value, ensure_ascii=False)[:60]}, not an object with named fields")
+        raise ValueError(f"holds {short(value)}, not an object with named fields")
     return value
 
 
@@ -307,197 +346,270 @@ def _json_lines(file: BinaryIO, path: Path, bad: BadRows, start: int) -> Iterato
     number = 0
     try:
         for number, line in enumerate(file, start=1):
-            if number <= start or not line.strip():
-                continue
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
+            if number <= start or not line.strip():
+                continue
             try:
-                row = _row(_parse(decode(line, "", one_line=True)))
+                row = _row(_parse(decode(line)))
             except ValueError as error:
                 bad(f"{path}:{number}", str(error))
                 continue
             yield number, number, row
-    except _BROKEN as error:
-        bad(f"{path}:{number + 1}", f"cannot be read: {error}")
+    except BROKEN as error:
+        bad(f"{path}:{number + 1}", f"cannot be read: {error}; nothing after it is read")
+
+
+class _Values:
+    """JSON values in a text that is read as far as they need it."""
+
+    _SPACE = re.compile(r"[ \t\r\n]*")
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.text, self.at, self._more = file, "", 0, True
+        # Not every byte need be UTF-8 for the values to be found; the row that has the wrong one is named.
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+        self._line, self._counted = 1, 0
+
+    def line(self, at: int) -> int:
+        """The line of a character; `at` never goes back."""
+        self._line += self.text.count("\n", self._counted, at)
+        self._counted = at
+        return self._line
+
+    def _fill(self, size: int = 1 << 20) -> None:
+        self.line(self.at)
+        data = self.file.read(size)
+        self._more = bool(data)
+        self.text = self.text[self.at :] + self._decoder.decode(data, final=not data)
+        self.at = self._counted = 0
+
+    def sign(self) -> str:
+        """The next character that is no white space; nothing at the end."""
+        while True:
+            self.at = self._SPACE.match(self.text, self.at).end()
+            if self.at < len(self.text) or not self._more:
+                return self.text[self.at : self.at + 1]
+            self._fill()
+
+    def next(self) -> tuple[Any, ValueError | None, str]:
+        """The value that begins here, what is wrong in it, and its own text.
+
+        Raises:
+            ValueError: nobody can tell where it ends.
+        """
+        size = 1 << 20
+        while True:
+            problem = None
+            try:
+                try:
+                    value, end = _DECODER.raw_decode(self.text, self.at)
+                except json.JSONDecodeError:
+                    raise
+                except ValueError as error:
+                    problem = error
+                    value, end = _LENIENT.raw_decode(self.text, self.at)
+                # A number at the buffer's end may go on; objects and arrays are closed.
+                if end < len(self.text) or self.text[end - 1] in "}]" or not self._more:
+                    raw, self.at = self.text[self.at : end], end
+                    return value, problem, raw
+            except RecursionError as error:
+                raise ValueError(str(error)) from None
+            except json.JSONDecodeError as error:
+                # Wrong in the middle is wrong; wrong near the end, or a string without an end, may be unfinished.
+                if not self._more or (error.pos < len(self.text) - 64 and "Unterminated" not in error.msg):
+                    raise
+            size *= 2  # a long value is tried again: not too often
+            self._fill(size)
 
 
 def _json_values(file: BinaryIO, path: Path, bad: BadRows, start: int) -> Iterator[Row]:
     """Rows of a top-level array, or values one after the other that reach over lines. The number is that of a line."""
-    text, line, at, more = "", 1, 0, True
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    in_array, first, position = False, True, 0
-    chunk = 1 << 20
+    values, position = _Values(file), 0
 
-    def fill() -> bool:
-        nonlocal text, at, line, more, chunk
-        if not more:
-            return False
-        line += text.count("\n", 0, at)
-        data = file.read(chunk)
-        chunk = min(2 * chunk, 1 << 26)  # a row larger than the last chunk is tried again: not too often
-        more = bool(data)
-        text, at = text[at:] + decoder.decode(data, final=not data), 0
-        return True
-
-    def skip_space() -> str:
-        nonlocal at
-        while True:
-            while at < len(text) and text[at] in " \t\r\n":
-                at += 1
-            if at < len(text) or not fill():
-                return text[at : at + 1]
+    def wrong(line: int, why: str) -> None:
+        if position >= start:  # otherwise it was counted before
+            bad(f"{path}:{line}", why)
 
     try:
-        fill()
-        while True:
-            sign = skip_space()
-            if first and sign == "[":
-                in_array, first, at = True, False, at + 1
+        in_array = values.sign() == "["
+        values.at += in_array
+        first = True
+        while sign := values.sign():
+            if in_array and sign == "," and not first:
+                values.at += 1
                 continue
-            if not first and in_array and sign == ",":
-                at += 1
-                continue
-            if not sign or (in_array and sign == "]"):
-                if in_array and not sign:
-                    bad(f"{path}:{line + text.count(chr(10), 0, at)}", "the array has no end: the file is cut off")
-                if in_array and sign:
-                    at += 1
-                    if skip_space():
-                        bad(
-                            f"{path}:{line + text.count(chr(10), 0, at)}",
-                            f"text after the array's end: {text[at : at + 80]}",
-                        )
+            if in_array and sign == "]":
+                values.at += 1
+                if values.sign():
+                    shown = values.text[values.at : values.at + 80].strip()
+                    wrong(values.line(values.at), f"text after the array's end: {shown}")
                 return
-            first = False
-            number = line + text.count("\n", 0, at)
-            while True:
-                try:
-                    value, end = _DECODER.raw_decode(text, at)
-                    # A number or the like at the buffer's end may go on; objects and arrays are closed.
-                    if end < len(text) or text[end - 1] in "}]" or not fill():
-                        break
-                except json.JSONDecodeError as error:
-                    # Wrong in the middle is wrong; wrong near the end may be unfinished.
-                    if not more or (error.pos < len(text) - 64 and "Unterminated" not in error.msg) or not fill():
-                        shown = text[at : at + 80].strip()
-                        bad(f"{path}:{line + text.count(chr(10), 0, min(error.pos, len(text)))}",
-                            f"not valid JSON ({error.msg}): {shown}")  # fmt: skip
-                        return  # where the next row begins is anyone's guess
-                except (ValueError, RecursionError) as error:
-                    bad(f"{path}:{number}", f"not valid JSON ({error}): {text[at : at + 80].strip()}")
-                    return
-            raw, at = text[at:end], end
+            number = values.line(values.at)
             try:
-                if "\\u" in raw and _half_character(value):
-                    raise ValueError(f"half a character (a lone surrogate): {raw[:80].strip()}")
-                rows = _unfolded(_row(value)) if not in_array else [_row(value)]
+                value, problem, raw = values.next()
             except ValueError as error:
-                bad(f"{path}:{number}", str(error))
-                continue
+                shown = values.text[values.at : values.at + 80].strip()
+                if isinstance(error, json.JSONDecodeError):
+                    number, error = values.line(max(error.pos, values.at)), error.msg
+                wrong(number, f"not valid JSON ({error}); nothing after it is read: {shown}")
+                return
+            try:
+                if not raw.isascii() and _SURROGATE.search(raw):
+                    raise ValueError(f"not UTF-8: {raw[:80].strip().encode('utf-8', 'surrogateescape')!r}")
+                if problem:
+                    raise ValueError(f"not valid JSON ({problem}): {raw[:80].strip()}")
+                if "\\u" in raw and half_character(value):
+                    raise ValueError(f"half a character (a lone surrogate): {raw[:80].strip()}")
+                rows = [_row(value)]
+                inner = _unfolded(value) if first and not in_array else []
+                if inner and not values.sign():  # nothing else is in the file
+                    rows = inner
+            except ValueError as error:
+                wrong(number, str(error))
+                rows = []
+            first = False
             for row in rows:
                 position += 1
                 if position > start:
                     yield position, number, row
-    except UnicodeDecodeError as error:
-        bad(f"{path}:{line + text.count(chr(10))}", f"not UTF-8: byte 0x{error.object[error.start]:02x}")
-    except _BROKEN as error:
-        bad(f"{path}:{line}", f"cannot be read: {error}")
+        if in_array:
+            wrong(values.line(values.at), "the array has no end: the file is cut off")
+    except BROKEN as error:
+        wrong(values.line(values.at), f"cannot be read: {error}; nothing after it is read")
+
+
+# An object with one of these is a row, and a list in it is part of the row.
+_ROW_NAMES = {
+    "messages", "conversations", "conversation", "text", "content", "code", "document", "passage", "context", "prompt",
+    "query", "instruction", "question",
+}  # fmt: skip
 
 
 def _unfolded(value: dict) -> list[dict]:
-    """The rows of a file that is one object around them, such as SQuAD's; or the object itself."""
+    """The rows in a file that is one object around them, such as SQuAD's."""
     lists = [v for v in value.values() if isinstance(v, list) and v and all(isinstance(i, dict) for i in v)]
-    if len(lists) != 1 or set(value) & {"messages", "conversations", "conversation"}:
-        return [value]
-    paragraphs = [p for item in lists[0] for p in item.get("paragraphs", ())]
-    return [p for p in paragraphs if isinstance(p, dict)] or lists[0]
+    if len(lists) != 1 or not _ROW_NAMES.isdisjoint(value):
+        return []
+    rows: list[dict] = []
+    for item in lists[0]:
+        inner = item.get("paragraphs")
+        nested = isinstance(inner, list) and inner and all(isinstance(p, dict) for p in inner)
+        rows += inner if nested else [item]
+    return rows
 
 
 def read_json(path: Path, bad: BadRows, start: int = 0) -> Iterator[Row]:
     """Rows of JSON lines, of a top-level array, or of one object around them."""
     try:
-        with open_bytes(path) as file:
-            head = file.readline(1 << 20)
-            while head and not head.strip():
-                head = file.readline(1 << 20)
-        opening = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-        lines = opening != b"[" and path.name.split(".")[-1] != "json"
-        if opening == b"{" and not lines:
-            try:
-                lines = isinstance(json.loads(head), dict) and not _is_whole(path, head)
-            except (ValueError, RecursionError):
-                lines = not head.endswith(b"\n") and len(head) == 1 << 20 and path.name.split(".")[-1] != "json"
+        lines = _is_json_lines(path)
         with open_bytes(path) as file:
             yield from (_json_lines if lines else _json_values)(file, path, bad, start)
-    except _BROKEN as error:
-        bad(f"{path}", f"cannot be read: {error}")
+    except BROKEN as error:
+        bad(str(path), f"cannot be read: {error}")
 
 
-def _is_whole(path: Path, head: bytes) -> bool:
-    """Whether the first line is all that the file has: then it may be one object around the rows."""
+def _is_json_lines(path: Path) -> bool:
+    """Whether every line is a row. The first line tells, or else the name."""
+    named_so = _ending(path) != "json"
     with open_bytes(path) as file:
-        file.read(len(head))
-        return not file.read(1 << 16).strip()
+        head = file.readline(1 << 20).removeprefix(codecs.BOM_UTF8)
+        while head and not head.strip():
+            head = file.readline(1 << 20)
+        head = head.strip()
+        if not head.startswith(b"{"):
+            return named_so and not head.startswith(b"[")
+        text = head.decode("utf-8", "replace")
+        try:
+            rest = text[_LENIENT.raw_decode(text)[1] :].lstrip()
+        except (ValueError, RecursionError):  # broken, or the beginning of an object that reaches over lines
+            return named_so and head != b"{"
+        if rest:
+            return named_so and not rest.startswith("{")
+        # One line alone may be an object around the rows.
+        return named_so or bool(file.read(1 << 16).strip())
 
 
 def read_csv(path: Path, bad: BadRows, start: int = 0) -> Iterator[Row]:
-    """Rows of a table with a header. Every field stays the text that it is."""
+    """Rows of a table with a header. Every field stays the text that it is.
+
+    Raises:
+        DataError: the header names no columns.
+    """
     csv.field_size_limit(sys.maxsize)
     reader = None
     try:
         with open_bytes(path) as file:
             # Not every byte need be UTF-8 for the lines to be found; the row that has the wrong one is named.
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
             head = text.readline()
-            signs = {sign: head.count(sign) for sign in "\t,;"}
-            delimiter = "\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else max(",;\t", key=signs.get)
-            names = next(csv.reader([head], delimiter=delimiter), [])
-            if len(set(names)) < len(names) or not all(names):
-                raise DataError(f"{path}:1: the header has an empty or repeated name: {head[:80].strip()}")
-            reader = csv.reader(text, delimiter=delimiter, strict=True)
+            delimiter = "\t" if _ending(path) == "tsv" else max(",;\t", key=head.count)
+            reader = csv.reader(itertools.chain([head], text), delimiter=delimiter, strict=True)
+            try:
+                names = next(reader, [])
+                if len(set(names)) < len(names):  # one without a name is the index that pandas writes
+                    raise csv.Error("it has a repeated name")
+                if any(map(_SURROGATE.search, names)):
+                    raise csv.Error("it is not UTF-8")
+            except csv.Error as error:
+                shown = head[:80].strip().encode("utf-8", "replace").decode()
+                raise DataError(f"{path}:1: the header names no columns ({error}): {shown}") from None
             while True:
-                number = reader.line_num + 2  # the header was read before
+                number = reader.line_num + 1
                 try:
                     fields = next(reader)
                 except StopIteration:
                     return
                 except csv.Error as error:
-                    bad(f"{path}:{number}", f"not a row of a table: {error}")
+                    if number > start:
+                        bad(f"{path}:{number}", f"not a row of a table: {error}")
                     continue
                 if not fields or number <= start:
                     continue
                 if len(fields) != len(names):
-                    bad(
-                        f"{path}:{number}",
-                        f"{len(fields)} fields, and the header has {len(names)}: {','.join(names)[:80]}",
-                    )
-                elif any(_SURROGATE.search(f) for f in fields):
+                    why = f"{len(fields)} fields, and the header has {len(names)}: {','.join(names)[:80]}"
+                    bad(f"{path}:{number}", why)
+                elif half_character(fields):
                     bad(f"{path}:{number}", "not UTF-8")
                 else:
                     yield number, number, dict(zip(names, fields, strict=True))
-    except _BROKEN as error:
-        bad(f"{path}:{reader.line_num + 1 if reader else 1}", f"cannot be read: {error}")
+    except BROKEN as error:
+        bad(f"{path}:{reader.line_num + 1 if reader else 1}", f"cannot be read: {error}; nothing after it is read")
 
 
 def read_parquet(path: Path, bad: BadRows, start: int = 0) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
+    number, broken = 0, (pa.ArrowException, OSError, ValueError, OverflowError)
     try:
-        file = pq.ParquetFile(path)
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if number + rows <= start:
-                number += rows
-                continue
-            for batch in file.iter_batches(batch_size=512, row_groups=[group]):
-                for row in batch.to_pylist():
-                    number += 1
-                    if number > start:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise ValueError(f"the column {next(n for n in names if names.count(n) > 1)!r} is there twice")
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if number + rows <= start:
+                    number += rows
+                    continue
+                for batch in file.iter_batches(batch_size=512, row_groups=[group]):
+                    try:
+                        fields: list = batch.to_pylist()
+                    except broken:  # one by one, to know which
+                        fields = [None] * len(batch)
+                    for i, row in enumerate(fields):
+                        number += 1
+                        if number <= start:
+                            continue
+                        if row is None:
+                            try:
+                                row = batch.slice(i, 1).to_pylist()[0]
+                            except broken as error:
+                                bad(f"{path}: row {number}", f"cannot be read: {str(error)[:200]}")
+                                continue
                         yield number, number, row
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        bad(f"{path}: row {number + 1}", f"cannot be read as parquet: {str(error)[:200]}")
+    except broken as error:
+        bad(f"{path}: row {number + 1}", f"cannot be read as parquet: {str(error)[:200]}; nothing after it is read")
 
 
 ROW_READERS = {"json": read_json, "csv": read_csv, "parquet": read_parquet}

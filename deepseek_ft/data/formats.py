@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import SourceConfig
+from .files import half_character, short
 
 FORMATS = ("text", "code", "prompt_completion", "infill", "alpaca", "qa", "sharegpt", "messages")
 
@@ -89,17 +90,18 @@ def _named(row: Mapping, given: str | None, usual: tuple[str, ...]) -> str | Non
 
 
 def recognise(row: Mapping[str, Any], source: SourceConfig) -> str:
-    """The format of a row, by the names of its fields.
+    """The format of a row, by the names of its fields; a name that was asked for comes before the usual ones.
 
     Raises:
         ValueError: none fits; says which fields there are.
     """
+    if source.text_field is not None and source.text_field in row and source.messages_field is None:
+        return "text"
     turns = _named(row, source.messages_field, _TURNS)
     if turns is not None and not isinstance(row[turns], str):
-        first = next((m for m in row[turns] or () if isinstance(m, Mapping)), {})
+        messages = row[turns] if isinstance(row[turns], list) else ()
+        first = next((m for m in messages if isinstance(m, Mapping)), {})
         return "sharegpt" if "from" in first else "messages"
-    if source.text_field is not None and source.text_field in row:
-        return "text"
     prompt = _named(row, source.prompt_field, (*_PROMPT, "prefix"))
     if prompt is not None and "suffix" in row and _named(row, source.completion_field, _MIDDLE):
         return "infill"
@@ -143,17 +145,10 @@ def convert(row: Mapping[str, Any], form: str, source: SourceConfig, learn: str 
         return _alpaca(row, form, source, learn)
     turns = row[_need(row, source.messages_field, _TURNS, "messages_field")]
     if not isinstance(turns, list):
-        raise ValueError(f"the turns are {_short(turns)}, not a list of messages")
+        raise ValueError(f"the turns are {short(turns)}, not a list of messages")
     if form == "sharegpt":
         turns = [_from_sharegpt(turn) for turn in turns]
     return _conversation(turns, row, learn)
-
-
-def _short(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)[:60]
-    except (TypeError, ValueError):
-        return repr(value)[:60]
 
 
 def _need(row: Mapping, given: str | None, usual: tuple[str, ...], option: str | None) -> str:
@@ -168,7 +163,7 @@ def _need(row: Mapping, given: str | None, usual: tuple[str, ...], option: str |
 def _text(row: Mapping, name: str) -> str:
     value = row[name]
     if not isinstance(value, str):
-        raise ValueError(f"the field {name!r} holds {_short(value)}, not text")
+        raise ValueError(f"the field {name!r} holds {short(value)}, not text")
     return value
 
 
@@ -181,14 +176,18 @@ def _learnable(example: Example, target: str) -> Example:
 def _alpaca(row: Mapping, form: str, source: SourceConfig, learn: str) -> Conversation:
     messages: list[dict] = []
     if form == "alpaca":
-        for pair in row.get("history") or ():
+        history = row.get("history")
+        if history is not None and not isinstance(history, list):
+            raise ValueError(f"the field 'history' holds {short(history)}, not a list of questions and answers")
+        for pair in history or ():
             if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
-                raise ValueError(f"history holds {_short(pair)}, not pairs of question and answer")
+                raise ValueError(f"history holds {short(pair)}, not pairs of question and answer")
             messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    question = _text(row, source.prompt_field or ("instruction" if form == "alpaca" else "question"))
+    usual = "instruction" if form == "alpaca" else "question"
+    question = _text(row, _need(row, source.prompt_field, (usual,), "prompt_field"))
     extra = row.get("input")
     if extra is not None and not isinstance(extra, str):
-        raise ValueError(f"the field 'input' holds {_short(extra)}, not text")
+        raise ValueError(f"the field 'input' holds {short(extra)}, not text")
     answer = _text(row, _need(row, source.completion_field, _OUTPUT, "completion_field"))
     messages.append({"role": "user", "content": f"{question}\n{extra}" if extra else question})
     messages.append({"role": "assistant", "content": answer})
@@ -209,7 +208,7 @@ _ROLES = {
 
 def _from_sharegpt(turn: Any) -> dict:
     if not isinstance(turn, Mapping) or "from" not in turn:
-        raise ValueError(f"a turn is {_short(turn)}, and ShareGPT's have `from` and `value`")
+        raise ValueError(f"a turn is {short(turn)}, and ShareGPT's have `from` and `value`")
     message = {"role": turn["from"], "content": turn.get("value")} | {
         k: turn[k] for k in ("weight", "loss") if k in turn
     }
@@ -221,7 +220,9 @@ def _from_sharegpt(turn: Any) -> dict:
 def _conversation(turns: list, row: Mapping, learn: str, first_learnt: int = 0) -> Conversation:
     messages = _turns(turns)
     system = row.get("system")
-    if isinstance(system, str) and system.strip() and not (messages and messages[0]["role"] == "system"):
+    if system is not None and not isinstance(system, str):
+        raise ValueError(f"the field 'system' holds {short(system)}, not text")
+    if system and system.strip() and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": system})
         first_learnt += bool(first_learnt)
     learnt = [
@@ -250,7 +251,7 @@ def _turns(turns: list) -> list[dict]:
 
 def _message(turn: Any, i: int) -> dict:
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-        raise ValueError(f"message {i} is {_short(turn)}, not an object with `role` and `content`")
+        raise ValueError(f"message {i} is {short(turn)}, not an object with `role` and `content`")
     role = _ROLES.get(turn["role"].lower())
     if role is None:
         raise ValueError(
@@ -268,11 +269,11 @@ def _message(turn: Any, i: int) -> dict:
     if content is None and (calls or reasoning):
         content = ""
     if not isinstance(content, str):
-        raise ValueError(f"the content of message {i} ({role}) is {_short(content)}, not text")
+        raise ValueError(f"the content of message {i} ({role}) is {short(content)}, not text")
     for name in ("reasoning_content", "reasoning", "thinking"):
         value = turn.get(name)
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"{name} of message {i} is {_short(value)}, not text")
+            raise ValueError(f"{name} of message {i} is {short(value)}, not text")
         reasoning = reasoning or value
     message: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
@@ -282,7 +283,7 @@ def _message(turn: Any, i: int) -> dict:
             message["tool_calls"] = calls
         if weights:
             if not all(w in (0, 1) for w in weights):
-                raise ValueError(f"message {i} has the weight {_short(weights[0])}; a turn is learnt (1) or read (0)")
+                raise ValueError(f"message {i} has the weight {short(weights[0])}; a turn is learnt (1) or read (0)")
             message["weight"] = min(map(int, weights))
     elif role == "tool" and isinstance(turn.get("name"), str):
         message["name"] = turn["name"]
@@ -303,9 +304,9 @@ def _parts(parts: list, i: int) -> tuple[str | None, str | None, list[dict]]:
         if kind == "tool_call":
             calls += _calls(part.get("tool_call") or value, i)
         elif kind not in ("text", "reasoning", "thinking"):
-            raise ValueError(f"message {i} has a part that is no text: {_short(part)}")
+            raise ValueError(f"message {i} has a part that is no text: {short(part)}")
         elif not isinstance(value, str):
-            raise ValueError(f"the {kind} of a part of message {i} is {_short(value)}, not text")
+            raise ValueError(f"the {kind} of a part of message {i} is {short(value)}, not text")
         else:
             (words if kind == "text" else thoughts).append(value)
     return "".join(words) if words else None, "".join(thoughts) or None, calls
@@ -316,32 +317,42 @@ def _calls(value: Any, i: int) -> list[dict]:
     if value is None or value == []:
         return []
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ValueError(f"the tool call of message {i} is not valid JSON: {value[:60]}") from None
+        value = _json(value, f"the tool call of message {i}")
     calls = []
     for call in value if isinstance(value, list) else [value]:
         inner = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
-            raise ValueError(f"a tool call of message {i} is {_short(call)}, not a name with arguments")
+            raise ValueError(f"a tool call of message {i} is {short(call)}, not a name with arguments")
         arguments = inner.get("arguments", inner.get("parameters", {}))
         if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            try:
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            except (TypeError, ValueError, RecursionError):
+                raise ValueError(
+                    f"the arguments of a tool call of message {i} are no JSON: {short(arguments)}"
+                ) from None
         calls.append({"type": "function", "function": {"name": inner["name"], "arguments": arguments}})
     return calls
+
+
+def _json(text: str, what: str) -> Any:
+    """JSON that stands as text in a field."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{what} is not valid JSON: {text[:60]}") from None
+    if "\\u" in text and half_character(value):
+        raise ValueError(f"{what} holds half a character (a lone surrogate): {text[:60]}")
+    return value
 
 
 def _tools(value: Any) -> list[dict]:
     if isinstance(value, str):
         if not value.strip():
             return []
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ValueError(f"the field 'tools' is not valid JSON: {value[:60]}") from None
+        value = _json(value, "the field 'tools'")
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(t, Mapping) for t in value):
-        raise ValueError(f"the field 'tools' is {_short(value)}, not a list of tools")
+        raise ValueError(f"the field 'tools' is {short(value)}, not a list of tools")
     return [dict(t) if "function" in t else {"type": "function", "function": dict(t)} for t in value]

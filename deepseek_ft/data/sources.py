@@ -21,7 +21,7 @@ from typing import Any
 from ..config import DataConfig, SourceConfig, is_hub_id
 from ..errors import DataError
 from . import code
-from .files import ROW_READERS, BadRows, LongText, decode, kind_of, open_bytes, read_tar, read_text
+from .files import BROKEN, ROW_READERS, BadRows, LongText, decode, kind_of, open_bytes, read_tar, read_text
 from .formats import Example, Text, convert, recognise, texts
 
 # Name -> (hub id, config, revision). The scriptless parquet copies: `datasets` 4 and later run no loading scripts.
@@ -255,24 +255,30 @@ def _wikitext_files(name: str, root: Path, split: str | None, key: str) -> list[
     return wanted
 
 
+def _wikitext_rows(rows: Iterable[tuple[int, str, Any]], source: SourceConfig, bad: BadRows) -> Iterator[str]:
+    for _, where, row in rows:
+        try:
+            yield convert(row, "text", source).text
+        except ValueError as error:
+            bad(where, str(error))
+
+
 def _wikitext_lines(path: Path, source: SourceConfig, bad: BadRows) -> Iterator[str]:
     kind = kind_of(path)
     if kind in ROW_READERS:
-        for _, line, row in ROW_READERS[kind](path, bad, 0):
-            try:
-                yield convert(row, "text", source).text
-            except ValueError as error:
-                bad(f"{path}:{line}", str(error))
+        rows = ((n, f"{path}:{line}", row) for n, line, row in ROW_READERS[kind](path, bad, 0))
+        yield from _wikitext_rows(rows, source, bad)
         return
+    number = 0
     try:
         with open_bytes(path) as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    yield decode(line, "", one_line=True).removesuffix("\n")
+                    yield decode(line).removesuffix("\n")
                 except ValueError as error:
                     bad(f"{path}:{number}", str(error))
-    except (OSError, EOFError) as error:
-        bad(str(path), f"cannot be read: {error}")
+    except BROKEN as error:
+        bad(f"{path}:{number + 1}", f"cannot be read: {error}; nothing after it is read")
 
 
 # ------------------------------------------------------------------------------------------------------ hub
@@ -290,14 +296,38 @@ def _load_from_hub(source: SourceConfig, data: DataConfig, key: str) -> tuple[An
     try:
         rows = datasets.load_dataset(repo, config, split=split, revision=revision, streaming=data.streaming)
     except Exception as error:  # the hub client raises a dozen kinds; all mean "not to be had"
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise DataError(
             f"{key}: {source.source} is {repo}{f' ({config})' if config else ''} on the Hugging Face hub, which cannot be "
-            f"loaded: {reason}\n  Download it elsewhere and point data.path (or this source's path) to the copy, or set "
+            f"loaded: {_reason(error)}\n  Download it elsewhere and point data.path (or this source's path) to the copy, or set "
             "HF_ENDPOINT to a mirror that you can reach."
         ) from None
     fingerprint = getattr(rows, "_fingerprint", None) or f"{repo}|{config}|{split}|{revision}"
     return rows, str(fingerprint)
+
+
+def _hub_rows(rows: Any, start: int, name: str) -> Iterator[tuple[int, str, Any]]:
+    """Rows after the first `start`, with their number and where that is.
+
+    Raises:
+        DataError: the hub stopped to answer.
+    """
+    number = start
+    reader = iter(rows.skip(start) if start else rows)
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except Exception as error:  # as above, a dozen kinds
+            raise DataError(
+                f"{name}: row {number + 1} cannot be had from the Hugging Face hub: {_reason(error)}"
+            ) from None
+        number += 1
+        yield number, f"{name}: row {number}", row
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
 # ----------------------------------------------------------------------------------------------- what and where
@@ -428,24 +458,37 @@ Raw = tuple[Position, str, Any]
 """Position, where that is for people, and a row's fields or a whole document."""
 
 
+def _after(documents: Iterator, after: int, bad: BadRows) -> Iterator[tuple[int, Any]]:
+    """Documents with their numbers, of which the first ones are read again only to come to the others."""
+    bad.muted = after > 0
+    try:
+        for n, document in enumerate(documents, start=1):
+            if n > after:
+                yield n, document
+            bad.muted = n < after
+    finally:
+        bad.muted = False
+
+
 def _raw_files(files: list[Path], source: SourceConfig, start: Position, report: Report) -> Iterator[Raw]:
-    whole = source.source in ("text", "code", "python-stdlib") or source.format == "code"
+    whole = source.source in ("text", "code", "python-stdlib")
     for i, path in enumerate(files):
         if i < start[0]:
             continue
         after = start[1] if i == start[0] else 0
         if source.source.startswith("wikitext"):
             articles = wikitext_articles(_wikitext_lines(path, source, report.bad))
-            yield from (((i, n), f"{path}: article {n}", a) for n, a in enumerate(articles, 1) if n > after)
+            yield from (((i, n), f"{path}: article {n}", a) for n, a in _after(articles, after, report.bad))
             continue
-        kind = "text" if whole else kind_of(path)
+        is_program = source.format == "code" and _matches(Path(path.name), _PATTERNS["code"])  # .json may be one
+        kind = "text" if whole or is_program else kind_of(path)
         if kind in ROW_READERS:
             noun = ": row " if kind == "parquet" else ":"
             for position, line, row in ROW_READERS[kind](path, report.bad, after):
                 yield (i, position), f"{path}{noun}{line}", row
         else:
             documents = read_tar(path, report.bad) if kind == "tar" else read_text(path, report.bad)
-            yield from (((i, n), str(path), d) for n, d in enumerate(documents, 1) if n > after)
+            yield from (((i, n), str(path), d) for n, d in _after(documents, after, report.bad))
 
 
 def _raw_repositories(
@@ -467,39 +510,50 @@ def _raw_repositories(
         if i < start[0]:
             continue
         content = {}
+        after = start[1] if i == start[0] else 0
+        report.bad.muted, generated = after > 0, 0  # what is in this repository was counted before its first document
         for path in members:
             for text in read_text(path, report.bad):
                 if not isinstance(text, str):
                     report.bad(str(path), "too long to be one file of a repository")
                 elif data.code.skip_generated and code.is_generated(path.relative_to(folder).as_posix(), text):
-                    report.generated += 1
+                    generated += 1
                 else:
                     content[path.relative_to(folder).as_posix()] = text
+        report.bad.muted = False
+        report.generated += 0 if after else generated
         for n, document in enumerate(code.repository_documents(content), 1):
-            if n > (start[1] if i == start[0] else 0):
+            if n > after:
                 yield (i, n), str(folder), document
 
 
 def _examples(raw: Iterator[Raw], source: SourceConfig, data: DataConfig, by_content: bool, is_code: bool, repositories: bool,
               label: str, report: Report) -> Iterator[tuple[Position, Example]]:  # fmt: skip
     """Rows -> examples: recognised, checked, of the wanted split, and no more than are wanted."""
-    for position, where, value in raw:
-        if source.max_documents is not None and report.examples >= source.max_documents:
-            return
+    most = source.max_documents
+    while most is None or report.examples < most:  # not a row is read beyond what is wanted
         try:
-            if not isinstance(value, Mapping):
-                example: Example = Text(value)
-                form = "code" if is_code else "text"
+            position, where, value = next(raw)
+        except StopIteration:
+            break
+        try:
+            form = report.form or (None if source.format == "auto" else source.format)
+            if isinstance(value, Mapping):
+                form = form or recognise(value, source)
+                example: Example = convert(value, form, source, data.chat.learn)
+            elif form not in (None, "text", "code"):
+                raise ValueError(f"is a text, where rows of {form} are wanted")
             else:
-                form = report.form or (recognise(value, source) if source.format == "auto" else source.format)
-                example = convert(value, form, source, data.chat.learn)
+                form = "code" if is_code else "text"
+                example = Text(value)
         except ValueError as error:
             report.bad(where, str(error))
             continue
         report.bad.rows += 1
         if report.form is None:
             report.form = form
-            log.log(logging.DEBUG if report.quiet else logging.INFO, "data %s: read as %s%s", label, form, "" if source.format == "auto" else ", as asked for")
+            asked = "" if source.format == "auto" else ", as asked for"
+            log.log(logging.DEBUG if report.quiet else logging.INFO, "data %s: read as %s%s", label, form, asked)
         if isinstance(example, Text):
             text = example.text
             if text.blank if isinstance(text, LongText) else not text.strip():
@@ -545,12 +599,10 @@ def open_source(source: SourceConfig, data: DataConfig, cache_dir: Path, key: st
         rows, fingerprint = _load_from_hub(source, data, key)
 
         def raw(start: Position, report: Report) -> Iterator[Raw]:
-            wanted = rows.skip(start[1]) if start[1] else rows
             if is_wikitext:
-                lines = (convert(row, "text", source).text for row in rows)
-                articles = enumerate(wikitext_articles(lines), 1)
-                return (((0, n), f"{name}: article {n}", a) for n, a in articles if n > start[1])
-            return (((0, n), f"{name}: row {n}", row) for n, row in enumerate(wanted, start[1] + 1))
+                articles = wikitext_articles(_wikitext_rows(_hub_rows(rows, 0, name), source, report.bad))
+                return (((0, n), f"{name}: article {n}", a) for n, a in _after(articles, start[1], report.bad))
+            return (((0, n), where, row) for n, where, row in _hub_rows(rows, start[1], name))
     else:
         files = _files(source, data, root, key)
         fingerprint = _fingerprint_files(files, root, cache_dir)
