@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from . import evaluation
 from .config import Config
 from .data.blocks import Blocks, collate
 from .errors import RunError
+from .models import check_loading_info
 from .planner import Plan, warmup_steps
 from .schedules import build_scheduler
 
@@ -126,6 +127,23 @@ class FineTuneTrainer(Trainer):
         if self.config.data.streaming:
             return torch.utils.data.SequentialSampler(self.train_dataset)
         return super()._get_train_sampler(train_dataset)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """The weights of a checkpoint without DeepSpeed, by the loader that reads models.
+
+        Trainer's own puts a file's tensors into the modules by name and leaves out, without an error, what is called
+        otherwise in files than in memory: the experts of V2 and V3 would go on from where the run had begun.
+
+        Raises:
+            CheckpointError: a weight of the model is not in it, or one that is not the model's.
+        """
+        if model is not None or not isinstance(self.model, PreTrainedModel):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        saved, info = type(self.model).from_pretrained(
+            resume_from_checkpoint, dtype=self.model.dtype, output_loading_info=True
+        )
+        check_loading_info(info, str(resume_from_checkpoint))
+        self.model.load_state_dict(saved.state_dict())
 
     def _run_epoch(self, **kwargs):
         """Nothing, when the run is resumed from its very last checkpoint: Trainer would train one step too many."""

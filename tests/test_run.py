@@ -23,29 +23,33 @@ pytestmark = pytest.mark.ranks
 
 RELOAD = """
 import json, sys, numpy, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from deepseek_ft.data.blocks import Blocks
 from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from deepseek_ft import load_config
+from deepseek_ft.run import load_data
 model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 assert not info["missing_keys"] and not info["unexpected_keys"]
-blocks, total, count = Blocks(Path(sys.argv[2])), 0.0, 0
+blocks, total, count = load_data(load_config(sys.argv[2]), Path(sys.argv[3]), ["eval"])[1]["eval"], 0.0, 0
 with torch.no_grad():
-    for row in blocks.ids:
-        ids = torch.from_numpy(row.astype("int64"))[None]
-        total += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
-        count += ids.shape[1] - 1
+    for row in blocks:
+        begins = [*numpy.flatnonzero(row["position_ids"] == 0), len(row["input_ids"])]
+        for a, b in zip(begins[:-1], begins[1:]):  # each document alone
+            ids, labels = (torch.from_numpy(row[k][a:b])[None] for k in ("input_ids", "labels"))
+            scored = int((labels[:, 1:] != -100).sum())
+            if scored:
+                total += float(model(input_ids=ids, labels=labels).loss) * scored
+                count += scored
 print(json.dumps({"perplexity": float(numpy.exp(total / count)), "tokens": count, "type": model.config.model_type,
                   "round_trip": tokenizer.decode(tokenizer("x = 1\\n", add_special_tokens=False)["input_ids"])}))
 """
 
 
 def perplexity_of_folder(result: dict, cache) -> dict:
-    """Perplexity by transformers alone, one block at a time, in a process that never saw the run."""
-    stats = result["data"]["eval"]
-    folder = next(p.parent for p in cache.glob("blocks/*/stats.json") if json.loads(p.read_text()) == stats)
-    done = subprocess.run([sys.executable, "-c", RELOAD, str(result["folder"] / "model"), str(folder)],
-                          capture_output=True, text=True, env=clean_environment())  # fmt: skip
+    """Perplexity by transformers alone, one document at a time, in a process that never saw the run."""
+    folder = result["folder"]
+    done = subprocess.run([sys.executable, "-c", RELOAD, str(folder / "model"), str(folder / "config.yaml"), str(cache)],
+                          capture_output=True, text=True, env=clean_environment(), cwd=folder.parent.parent)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -62,6 +62,14 @@ def test_files_are_read_as_the_bytes_they_are(data, read):
     assert read("code") == [text] and read("text") == [text]
 
 
+def test_a_file_is_one_document_with_all_its_lines(data, read):
+    content = "def f():\r\n    return 1\n\n\nx"
+    for name in ("a.py", "b.txt"):
+        (data / name).write_bytes(content.encode())
+    assert read("code") == read("text") == [content]
+    assert read("files") == [content, content]
+
+
 def test_code_takes_source_files_in_a_fixed_order(data, read):
     for name in ("z.py", "a/b.c", "a/notes.txt", ".git/x.py", "node_modules/y.js", "empty.py", "Makefile"):
         (data / name).parent.mkdir(exist_ok=True, parents=True)

@@ -20,10 +20,11 @@ from .formats import Conversation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Code points that Unicode keeps for a program's own use: no text holds them.
+# Code points that Unicode keeps for a program's own use.
 _STAND_IN = "\ufdd0\ufdd1"
 GUARD = "\ufdd2"
-"""Put behind the first character of a special token's text inside content, so that it is not read as that token."""
+"""Put behind the first character of a special token's name inside content, so that it is not read as that token."""
+_GUARDED = re.compile(f"{GUARD}(.)", re.DOTALL)
 _CONTROL = re.compile(r"<[|｜][^<>\n]{1,60}[|｜]>|</?s>|<pad>|<unk>")
 """How the special tokens of DeepSeek, Qwen and Llama are written, also those that their files do not call special."""
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -48,7 +49,17 @@ class Controls:
 
     def guard(self, text: str) -> str:
         """The text with GUARD in every name that it holds."""
+        text = escape(text)
         return self.pattern.sub(lambda m: m[0][0] + GUARD + m[0][1:], text) if self.found(text) else text
+
+
+def escape(text: str) -> str:
+    """A text that holds GUARD itself, so that `unguarded` gives it back."""
+    return text.replace(GUARD, 2 * GUARD) if GUARD in text else text
+
+
+def unguarded(text: str) -> str:
+    return _GUARDED.sub(r"\1", text) if GUARD in text else text
 
 
 _SYSTEM_FIRST = "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ ('' if loop.first else '\\n\\n') + m.content }}{% endfor %}"
@@ -214,9 +225,10 @@ def _joins_arguments(render: Callable[..., str]) -> bool:
 
 
 def _writes_tools(render: Callable[..., str]) -> bool:
-    tool = {"type": "function", "function": {"name": _STAND_IN, "description": "", "parameters": {"type": "object", "properties": {}}}}  # fmt: skip
+    name = "a_tool_to_be_seen"
+    tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}}  # fmt: skip
     try:
-        return _STAND_IN in render([{"role": "user", "content": "x"}], [tool], True, False)
+        return name in render([{"role": "user", "content": "x"}], [tool], True, False)
     except Exception:  # such a row will say why
         return True
 
@@ -291,7 +303,7 @@ def _prepared(message: Mapping, form: ChatForm) -> dict:
 def _guarded(value: Any, form: ChatForm) -> Any:
     if isinstance(value, str):
         return form.controls.guard(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {name: _guarded(v, form) for name, v in value.items()}
     return [_guarded(v, form) for v in value] if isinstance(value, list) else value
 

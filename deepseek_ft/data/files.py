@@ -55,6 +55,7 @@ class BadRows:
         """
         if self.muted:
             return
+        why = why if len(why) <= 500 else f"{why[:500]} ..."  # a row says what it likes
         if not self.skip:
             raise DataError(f"{where}: {why}\n  data.on_bad_row=skip leaves such rows out and counts them")
         self.rows += 1
@@ -224,12 +225,9 @@ def split_long(text: str, size: int) -> list[str]:
 def read_text(path: Path, bad: BadRows) -> Iterator[str | LongText]:
     """One file, one document."""
     try:
-        unpacked = 4 if _magic(path).startswith(_PACKED) else 1
-        if path.stat().st_size > LONG_TEXT_BYTES // unpacked:
-            document: str | LongText = LongText(path, bad)
-        else:
-            with open_bytes(path) as file:
-                document = decode(file.read())
+        with open_bytes(path) as file:
+            data = file.read(LONG_TEXT_BYTES + 1)  # unpacked: a small file may hold a long text
+        document = decode(data) if len(data) <= LONG_TEXT_BYTES else LongText(path, bad)
     except NotUTF8 as error:
         bad(f"{path}:{error.line}", str(error))
     except BROKEN as error:
@@ -249,7 +247,7 @@ def read_tar(path: Path, bad: BadRows) -> Iterator[str]:
                     count += 1
                     if not member.isfile():
                         continue
-                    where = f"{name}!{member.name}"
+                    where = f"{name}!{member.name[-200:]}"
                     if mode == "r|" and member.name.endswith(".xz"):
                         yield from texts(io.BytesIO(archive.extractfile(member).read()), "r:xz", where)
                     elif mode != "r|" or member.name.endswith(".txt"):
@@ -283,8 +281,9 @@ class _Repeated(ValueError):
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict:
     row = dict(pairs)
     if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Repeated(f"the key {next(n for n in names if names.count(n) > 1)!r} is given twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise _Repeated(f"the key {twice[:60]!r} is given twice")
     return row
 
 

@@ -113,7 +113,7 @@ def recognise(row: Mapping[str, Any], source: SourceConfig) -> str:
         return "qa"
     if source.text_field is None and _first(row, _TEXT):
         return "text"
-    raise ValueError(f"no format fits its fields {', '.join(map(str, row))}; name them with text_field, or with prompt_field and "
+    raise ValueError(f"no format fits its fields {_fields(row)}; name them with text_field, or with prompt_field and "
                      "completion_field, or messages_field")  # fmt: skip
 
 
@@ -151,12 +151,17 @@ def convert(row: Mapping[str, Any], form: str, source: SourceConfig, learn: str 
     return _conversation(turns, row, learn)
 
 
+def _fields(row: Mapping) -> str:
+    names = ", ".join(map(str, row)) or "none"
+    return names if len(names) <= 200 else f"{names[:200]} ..."
+
+
 def _need(row: Mapping, given: str | None, usual: tuple[str, ...], option: str | None) -> str:
     name = _named(row, given, usual)
     if name is None:
         wanted = given if given is not None else " or ".join(usual)
         hint = f"; set {option}" if option else ""
-        raise ValueError(f"has no field {wanted!r}; it has {', '.join(map(str, row)) or 'none'}{hint}")
+        raise ValueError(f"has no field {wanted!r}; it has {_fields(row)}{hint}")
     return name
 
 
@@ -255,7 +260,7 @@ def _message(turn: Any, i: int) -> dict:
     role = _ROLES.get(turn["role"].lower())
     if role is None:
         raise ValueError(
-            f"message {i} has the role {turn['role']!r}; known: {', '.join(dict.fromkeys(_ROLES.values()))}"
+            f"message {i} has the role {turn['role'][:60]!r}; known: {', '.join(dict.fromkeys(_ROLES.values()))}"
         )
     content, reasoning, calls = (
         turn.get("content"),

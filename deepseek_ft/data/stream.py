@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import DataError
-from .blocks import cut_row, lay_out, store_key
+from .blocks import cut_row, decide_special, lay_out, store_key
 from .files import LongText
 from .formats import Example, Text, texts
 from .packing import best_fit
 from .sources import START, Corpus, Position, Report
+from .tokenise import Row
 
 if TYPE_CHECKING:
     from ..config import DataConfig
-    from .tokenise import Encoder, Row
+    from .tokenise import Encoder
 
 _BATCH_CHARACTERS = 1 << 20
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class _Source:
         self.position: Position = START
         self.report = Report(bad=corpus.bad())
         self.tokens = 0
+        self.given = 0
+        """Rows since its beginning."""
         self.special: str | None = None
         self._reader: Iterator[tuple[Position, Example]] | None = None
 
@@ -57,12 +60,13 @@ class _Source:
             "position": self.position,
             "report": self.report.to_dict(),
             "tokens": self.tokens,
+            "given": self.given,
             "special": self.special,
         }
 
     def restore(self, state: dict) -> None:
         self.position, self.report = tuple(state["position"]), Report.from_dict(state["report"])
-        self.tokens, self.special, self._reader = state["tokens"], state["special"], None
+        self.tokens, self.given, self.special, self._reader = state["tokens"], state["given"], state["special"], None
 
     def batch(self) -> list[Example]:
         """The next examples; an empty list at the source's end, after which it begins anew."""
@@ -78,9 +82,10 @@ class _Source:
             if size >= _BATCH_CHARACTERS:
                 return examples
         if not examples:
-            if self.position == START:
-                raise DataError(f"data {self.corpus.label}: there is nothing in it")
-            self.position, self._reader = START, None
+            if not self.given:
+                why = "" if self.position == START else " but rows that are left out"
+                raise DataError(f"data {self.corpus.label}: there is nothing in it{why}")
+            self.position, self._reader, self.given = START, None, 0
             self.report = Report(form=self.report.form, bad=self.corpus.bad())
         return examples
 
@@ -178,6 +183,7 @@ class StreamedBlocks:
                 continue
             for row in self._encoded(source, examples):
                 source.tokens += len(row.ids)
+                source.given += 1
                 got += len(row.ids)
                 if row.learnt is None:
                     self._tail.append(row.ids)
@@ -192,8 +198,6 @@ class StreamedBlocks:
         self._next += len(rows)
 
     def _encoded(self, source: _Source, examples: list[Example]) -> list[Row]:
-        from .blocks import decide_special
-
         if source.special is None:
             source.special = decide_special(self.special, self.encoder, examples, source.corpus.label)
         self.encoder.special_tokens = source.special
@@ -205,7 +209,20 @@ class StreamedBlocks:
         for _, why in encoded.rejected:
             source.report.bad.rows -= 1
             source.report.bad(f"data {source.corpus.label}: a row near {source.corpus.where(source.position)}", why)
-        return encoded.rows
+        return [fitting for row in encoded.rows if (fitting := self._fitting(row)) is not None]
+
+    def _fitting(self, row: Row) -> Row | None:
+        """A row that is longer than a block, by the stated rule."""
+        room = self.data.seq_len
+        if row.learnt is None or len(row.ids) <= room:
+            return row
+        if self.data.overlong == "error":
+            raise DataError(f"data: a row has {len(row.ids):,} tokens, more than data.seq_len={room}; data.overlong=cut or drop says "
+                            "what becomes of it")  # fmt: skip
+        if self.data.overlong == "drop":
+            return None
+        a, b = cut_row(row.learnt, room)
+        return Row(row.ids[a:b], row.learnt[a:b])
 
     def _cut_tail(self, everything: bool = False) -> list[dict[str, np.ndarray]]:
         """Rows of what text has come together; with `everything` the last one is padded."""
@@ -227,24 +244,12 @@ class StreamedBlocks:
         return rows
 
     def _packed(self, whole: list[Row]) -> list[dict[str, np.ndarray]]:
-        room, kept = self.data.seq_len, []
-        for row in whole:
-            ids, learnt = row.ids, row.learnt
-            if len(ids) > room:
-                if self.data.overlong == "error":
-                    raise DataError(f"data: a row has {len(ids):,} tokens, more than data.seq_len={room}; data.overlong=cut or drop says "
-                                    "what becomes of it")  # fmt: skip
-                if self.data.overlong == "drop":
-                    continue
-                a, b = cut_row(learnt, room)
-                ids, learnt = ids[a:b], learnt[a:b]
-            kept.append((ids, learnt))
-        if not kept:
+        room = self.data.seq_len
+        if not whole:
             return []
-        order, begins = best_fit(np.array([len(ids) for ids, _ in kept]), room)
+        order, begins = best_fit(np.array([len(row.ids) for row in whole]), room)
         rows = []
         for a, b in zip(begins[:-1], begins[1:], strict=True):
-            parts = [kept[k] for k in order[a:b]]
-            ids, learnt = [p[0] for p in parts], [p[1] for p in parts]
+            ids, learnt = zip(*((whole[k].ids, whole[k].learnt) for k in order[a:b]), strict=True)
             rows.append(lay_out(ids, learnt, list(map(len, ids)), room, self.pad_id, self.data.isolate))
         return rows

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import DataError
 from . import code
-from .chat import CONTROL, GUARD, ChatForm, Pieces, to_rows
+from .chat import GUARD, ChatForm, Controls, Pieces, escape, to_rows, unguarded, without_end
 from .files import split_long
 from .formats import Completion, Conversation, Example, Infill, Text
 
@@ -68,24 +68,22 @@ class Encoder:
         self.form, self.special_tokens = form, special_tokens
         self.seed, self.fim_rate, self.spm_rate = seed, fim_rate, spm_rate
         self.eos = int(tokenizer.eos_token_id)
+        _unbounded(self.backend)
         first = tokenizer("a")["input_ids"][:1]
         self.bos = int(first[0]) if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else None
         """The token that this tokenizer puts before every text by itself, if it does."""
         largest = max(tokenizer.get_vocab().values())
         self.dtype = np.dtype(np.uint16 if largest < 2**16 else np.uint32)
         self.fim = code.fim_ids(tokenizer.get_vocab()) if fim_rate else None
-        self.seams = cuts_safely(self.backend)
-        self.controls = sorted(
-            (t.content for t in tokenizer.added_tokens_decoder.values() if t.special or CONTROL.fullmatch(t.content)),
-            key=len, reverse=True,
-        )  # fmt: skip
-        self._control = re.compile("|".join(map(re.escape, self.controls)) or r"(?!)")
-        self._control_hints = sorted({c[:2] for c in self.controls})
+        self._controls = Controls.of(tokenizer)
+        self.controls = self._controls.names
         self._plain: Tokenizer | None = None
         self._bytes = byte_table(self.backend)
+        self.seams = cuts_safely(self.backend, self._bytes)
         self.fast = _fast_tokenizer(self.backend)
         self.counts: Counter[str] = Counter()
         """special_text: documents in which a special token's name was read as text; fim: turned into infilling."""
+        self._tools_said = form is None or form.writes_tools
 
     def identity(self) -> str:
         """Everything that an id depends on beside the examples."""
@@ -101,12 +99,19 @@ class Encoder:
     def strings(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, special tokens parsed, nothing added."""
         if self.fast is not None:
-            return self.fast(texts, self.dtype)
+            try:
+                return self.fast(texts, self.dtype)
+            except BaseException as error:
+                if not _is_failure(error):
+                    raise
+                log.warning("gigatoken failed (%s); going on without it", _one_line(error))
+                self.fast = None
+        _unbounded(self.backend)
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def holds_control(self, text: str) -> bool:
-        return any(hint in text for hint in self._control_hints) and bool(self._control.search(text))
+        return self._controls.found(text)
 
     def plain(self, text: str) -> np.ndarray:
         """Ids of a text in which no special token is parsed."""
@@ -114,19 +119,20 @@ class Encoder:
             from tokenizers import Tokenizer
 
             definition = json.loads(self.backend.to_str())
-            controls = set(self.controls)
-            definition["added_tokens"] = [t for t in definition["added_tokens"] if t["content"] not in controls]
-            definition["post_processor"] = None
+            for token in definition["added_tokens"]:  # all stay: without one, those behind it would get other ids
+                token["special"] = token["content"] in self.controls
+            definition |= {"post_processor": None, "truncation": None, "padding": None}
             self._plain = Tokenizer.from_str(json.dumps(definition))
+            self._plain.encode_special_tokens = True
         return np.array(self._plain.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
 
     def _guarded(self, text: str) -> np.ndarray:
         """Ids of a rendered text: special tokens that the form wrote are parsed, those marked with GUARD are not."""
         parts, at = [], 0
-        for mark in self._control.finditer(text):
-            parts += [self.plain(text[at : mark.start()].replace(GUARD, "")), self.strings([mark[0]])[0]]
+        for mark in self._controls.pattern.finditer(text):
+            parts += [self.plain(unguarded(text[at : mark.start()])), self.strings([mark[0]])[0]]
             at = mark.end()
-        return np.concatenate([*parts, self.plain(text[at:].replace(GUARD, ""))])
+        return np.concatenate([*parts, self.plain(unguarded(text[at:]))])
 
     def decode(self, ids: np.ndarray) -> str:
         """The text that ids stand for, special tokens by their names. Exactly: the tokenizers of DeepSeek's first models
@@ -156,7 +162,7 @@ class Encoder:
             whole += [isinstance(example, Text)] * len(rows)
         texts = [part for row in jobs for part, _ in row if isinstance(part, str)]
         ids = iter(self._encode_all(texts))
-        result.text_bytes = sum(len(t.encode("utf-8")) for t in texts)
+        sizes: list[int] = []
         for row, all_learnt in zip(jobs, whole, strict=True):
             parts = [(next(ids) if isinstance(part, str) else np.array([part], self.dtype)) for part, _ in row]
             joined = np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -166,7 +172,11 @@ class Encoder:
                     [np.full(len(p), yes, np.uint8) for p, (_, yes) in zip(parts, row, strict=True)]
                 )
             result.rows.append(Row(joined, learnt))
-        self._check(examples, origin, whole, result)
+            sizes.append(sum(len(unguarded(p).encode("utf-8")) for p, _ in row if isinstance(p, str)))
+        wrong = self._check(examples, origin, whole, result.rows)
+        keep = [n for n in range(len(result.rows)) if origin[n] not in wrong]
+        result.rows, result.text_bytes = [result.rows[n] for n in keep], sum(sizes[n] for n in keep)
+        result.rejected = sorted(result.rejected + list(wrong.items()))
         return result
 
     def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -181,9 +191,16 @@ class Encoder:
     def _parts(self, example: Example, is_code: bool) -> list[list[tuple[str | int, bool]]]:
         start: list[tuple[str | int, bool]] = [] if self.bos is None else [(self.bos, False)]
         if isinstance(example, Conversation):
-            return [self._one_bos(row) for row in to_rows(example, self._need_form())]
+            form = self._need_form()
+            if example.tools and not self._tools_said:
+                log.warning("the prompt form %s does not tell the model which tools there are; where it shall know, a system turn must", form.name)  # fmt: skip
+                self._tools_said = True
+            return [self._one_bos(row) for row in to_rows(example, form)]
         if isinstance(example, Completion):
-            prompt, completion = self._as_text(example.prompt), self._as_text(example.completion)
+            prompt = self._as_text(example.prompt)
+            completion = self._as_text(without_end(example.completion, str(self.tokenizer.eos_token)))
+            if self._begins(prompt):
+                start = []
             return [[*start, *([(prompt, False)] if prompt else []), (completion, True), (self.eos, True)]]
         if isinstance(example, Infill):
             if self.fim is None:
@@ -195,7 +212,7 @@ class Encoder:
         ending: list[tuple[str | int, bool]] = [(self.eos, True)]
         if self.holds_control(text):
             if self.special_tokens == "parse":
-                if self.bos is not None and text.startswith(str(self.tokenizer.bos_token)):
+                if self._begins(text):
                     start = []
                 if text.rstrip().endswith(str(self.tokenizer.eos_token)):
                     ending, text = [], text.rstrip()
@@ -213,11 +230,15 @@ class Encoder:
         pieces = split_long(text, PIECE_CHARACTERS) if self.seams and len(text) > PIECE_CHARACTERS else [text]
         return [[*start, *((self._as_text(p), True) for p in pieces), *ending]]
 
+    def _begins(self, text: str) -> bool:
+        """Whether the text brings along the token that the tokenizer puts before every text."""
+        return (
+            self.special_tokens == "parse" and self.bos is not None and text.startswith(str(self.tokenizer.bos_token))
+        )
+
     def _as_text(self, text: str) -> str:
         """Content, with special tokens in it marked as text unless they are to be parsed."""
-        if self.special_tokens == "parse" or not self.holds_control(text):
-            return text
-        return self._control.sub(lambda m: m[0][0] + GUARD + m[0][1:], text)
+        return escape(text) if self.special_tokens == "parse" else self._controls.guard(text)
 
     def _need_form(self) -> ChatForm:
         if self.form is None:
@@ -234,56 +255,53 @@ class Encoder:
             return [(text, learnt), *row[1:]]
         return [*([(self.bos, False)] if self.bos is not None else []), *row]
 
-    def _check(self, examples: Sequence[Example], origin: list[int], whole: list[bool], result: Encoded) -> None:
-        """What is learnt says what the data's answers say: each target is turned back into text and compared.
+    def _check(
+        self, examples: Sequence[Example], origin: list[int], whole: list[bool], rows: list[Row]
+    ) -> dict[int, str]:
+        """Whether what is learnt says what the data's answers say: each target is turned back into text and compared.
 
-        Rows of which that is not so are rejected.
+        Returns:
+            {index in the batch: why} of the examples of which that is not so.
         """
-        wrong = {}
-        for n, row in enumerate(result.rows):
+        wrong: dict[int, str] = {}
+        said: dict[int, str] = {}
+        for n, row in enumerate(rows):
             if whole[n]:
                 continue
             if row.learnt is None or not row.learnt.any():
                 wrong[origin[n]] = "there is nothing to learn in it once it is written in the prompt form"
-        answers = {i: _answers(examples[i], self.form) for i in set(origin) if not isinstance(examples[i], Text)}
-        if answers:
-            said: dict[int, str] = {}
-            for n, row in enumerate(result.rows):
-                if row.learnt is not None:
-                    said[origin[n]] = said.get(origin[n], "") + self.decode(row.ids[row.learnt.astype(bool)])
-            for i, wanted in answers.items():
-                lost = next((a for a in wanted if _same(a) not in _same(said[i])), None)
-                if lost is not None and i not in wrong:
-                    wrong[i] = f"its answer is not what would be learnt: {lost[:60]!r} became {said[i][:60]!r}"
-        if wrong:
-            result.rejected += sorted(wrong.items())
-            keep = [n for n in range(len(result.rows)) if origin[n] not in wrong]
-            result.rows = [result.rows[n] for n in keep]
+            else:
+                said[origin[n]] = said.get(origin[n], "") + self.decode(row.ids[row.learnt.astype(bool)])
+        for i, text in said.items():
+            lost = next((a for a in self._answers(examples[i]) if _same(a) not in _same(text)), None)
+            if lost is not None:
+                wrong.setdefault(i, f"its answer is not what would be learnt: {lost[:60]!r} became {text[:60]!r}")
+        return wrong
+
+    def _answers(self, example: Example) -> list[str]:
+        """What must be found in the targets of an example."""
+        eos = str(self.tokenizer.eos_token)
+        if isinstance(example, Completion):
+            return [without_end(example.completion, eos)]
+        if isinstance(example, Infill):
+            return [example.middle]
+        form = self._need_form()
+        found = []
+        for message, yes in zip(example.messages, example.learnt, strict=True):
+            if yes:
+                content = without_end(message["content"], form.end, eos)
+                if form.keep_reasoning:
+                    found.append(message.get("reasoning_content") or "")
+                else:
+                    content = content.rpartition("</think>")[2]
+                # The marks of reasoning, and white space beside them, may be the prompt's.
+                found += re.split("<think>|</think>", content)
+                found += [call["function"]["name"] for call in message.get("tool_calls", ())]
+        return found
 
 
 def _same(text: str) -> str:
     return unicodedata.normalize("NFC", text.strip())
-
-
-def _answers(example: Example, form: ChatForm | None) -> list[str]:
-    """What must be found in the targets of an example."""
-    if isinstance(example, Completion):
-        return [example.completion]
-    if isinstance(example, Infill):
-        return [example.middle]
-    found = []
-    for message, yes in zip(example.messages, example.learnt, strict=True):
-        if yes:
-            content = message["content"]
-            if form is not None and not form.keep_reasoning:
-                content = content.rpartition("</think>")[2]
-            elif message.get("reasoning_content"):
-                found.append(message["reasoning_content"])
-            elif "</think>" in content:  # the prompt may have opened it, and its newline
-                found += [content.partition("<think>")[2] or content]
-                continue
-            found += [content, *(c["function"]["name"] for c in message.get("tool_calls", ()))]
-    return found
 
 
 # --------------------------------------------------------------------------------------------------- tokenizers
@@ -291,14 +309,21 @@ def _answers(example: Example, form: ChatForm | None) -> list[str]:
 
 def tokenizer_id(tokenizer: PreTrainedTokenizerFast) -> str:
     """Identity by content: whatever changes an id changes this."""
+    _unbounded(tokenizer.backend_tokenizer)
     return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode("utf-8"), digest_size=16).hexdigest()
+
+
+def _unbounded(backend: Tokenizer) -> None:
+    """Every call of a tokenizer that truncates or pads leaves that behind, and files are saved with it."""
+    backend.no_truncation()
+    backend.no_padding()
 
 
 def byte_table(backend: Tokenizer) -> list[bytes] | None:
     """The bytes of each id of a byte-level vocabulary; None for another kind."""
     from tokenizers import pre_tokenizers
 
-    if '"ByteLevel"' not in json.dumps(json.loads(backend.to_str()).get("decoder")):
+    if backend.decoder is None or b'"ByteLevel"' not in backend.decoder.__getstate__():
         return None
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # Printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in order.
@@ -309,18 +334,31 @@ def byte_table(backend: Tokenizer) -> list[bytes] | None:
     table = [b""] * (max(vocabulary.values()) + 1)
     added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
     for token, i in vocabulary.items():
-        if i not in added and all(c in byte_of for c in token):
-            table[i] = bytes(map(byte_of.__getitem__, token))
-        else:
-            table[i] = token.encode("utf-8", "replace")
+        try:
+            table[i] = token.encode() if i in added else bytes(map(byte_of.__getitem__, token))
+        except KeyError:  # an entry that no text can give
+            table[i] = token.encode()
     return table
 
 
-def cuts_safely(backend: Tokenizer) -> bool:
-    """Whether a text cut at its seams (`files.split_long`) gives the ids of the whole."""
-    pieces = split_long(_PROBE, 1)
-    parts = [i for p in pieces for i in backend.encode(p, add_special_tokens=False).ids]
-    return len(pieces) > 3 and parts == backend.encode(_PROBE, add_special_tokens=False).ids
+_OVER_SEAM = re.compile(r"\n[^\W\d_]")
+
+
+def cuts_safely(backend: Tokenizer, table: list[bytes] | None = None) -> bool:
+    """Whether a text cut at its seams (`files.split_long`) gives the ids of the whole.
+
+    Args:
+        table: of `byte_table`, if it is at hand.
+    """
+    table = table or byte_table(backend)
+    tokens = backend.get_vocab() if table is None else (entry.decode("utf-8", "replace") for entry in table)
+    # Where no entry reaches over a seam, no token can. One that does may still be kept from it by the pre-tokenizer.
+    over = [f"x{t[m.start() :]}" for t in tokens if (m := _OVER_SEAM.search(t))]
+    for text in (_PROBE, *over):
+        pieces = [e.ids for e in backend.encode_batch(split_long(text, 1), add_special_tokens=False)]
+        if len(pieces) < 2 or [i for ids in pieces for i in ids] != backend.encode(text, add_special_tokens=False).ids:
+            return False
+    return True
 
 
 def _fast_tokenizer(backend: Tokenizer):
@@ -344,16 +382,27 @@ def _fast_tokenizer(backend: Tokenizer):
             *_PROBE.split("\n"),
             "",
             " ",
-            *(t.content for t in list(backend.get_added_tokens_decoder().values())[:64]),
+            "e\u0301",
+            " ".join(t.content for t in backend.get_added_tokens_decoder().values()),
+            "".join(f"a{t.content}b" for t in backend.get_added_tokens_decoder().values()),
         ]
         expected = [e.ids for e in backend.encode_batch(probes, add_special_tokens=False)]
         if [a.tolist() for a in encode(probes, np.dtype(np.uint32))] != expected:
             log.info("gigatoken gives other ids than the tokenizer's own file; it is not used")
             return None
-    except BaseException as error:  # a panic of its Rust is no Exception
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+    except BaseException as error:
+        if not _is_failure(error):
             raise
-        log.info("gigatoken does not know this tokenizer (%s); it is not used", str(error).splitlines()[0][:80])
+        log.info("gigatoken does not know this tokenizer (%s); it is not used", _one_line(error))
         return None
     log.info("tokenising with gigatoken; its ids are those of the tokenizer's own file")
     return encode
+
+
+def _is_failure(error: BaseException) -> bool:
+    """A panic of gigatoken's Rust is no Exception; a person's Ctrl-C is none either, and no failure."""
+    return not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:80]
