@@ -132,6 +132,7 @@ class DataConfig:
     """What becomes of a conversation or completion longer than a block. cut: its end goes or, where that would leave
     little to learn, the beginning of its prompt (see docs/data.md). Plain text goes on in the next block."""
     on_bad_row: str = _choice("error", "skip")
+    """What becomes of a row that cannot be used: the run ends and names it, or it is left out, counted and listed."""
     max_bad_share: float = 0.01
     """With `on_bad_row: skip`, the share of bad rows above which nothing is trained."""
     special_tokens: str = _choice("auto", "text", "parse")
@@ -142,7 +143,9 @@ class DataConfig:
     shuffle_rows: int = 1024
     """With `streaming`, how many blocks are shuffled among each other; 1 keeps the order."""
     chat: ChatConfig = field(default_factory=ChatConfig)
+    """Of conversations: the prompt form, and what of them is learnt."""
     code: CodeConfig = field(default_factory=CodeConfig)
+    """Of source code: fill-in-the-middle, repositories, and which files are left out."""
 
 
 @dataclass(frozen=True)

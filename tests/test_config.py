@@ -306,7 +306,7 @@ def test_every_key_is_explained_where_it_stands():
     for key in known_keys():
         leaf = key.rsplit(".", 1)[-1]
         section = key in ("model", "method", "data", "optim", "train", "data.train")
-        explained = re.search(rf'^    {leaf}: [^\n]*\n(    """)', source, re.M)
+        explained = re.search(rf'^    {leaf}: [^\n]*\n( {{8,}}[^\n]*\n)*    """', source, re.M)
         assert section or leaf in say_themselves or explained, key
 
 

@@ -73,10 +73,8 @@ def encoder(tokenizer) -> Encoder:
     return Encoder(tokenizer)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=needs_shared) for name in NAMES])
 def real(request) -> Encoder:
-    if not SHARED.is_dir():
-        pytest.skip("needs the real files beside the checkout (../shared/data)")
     return Encoder(load_tokenizer(str(SHARED / "tokenizers" / request.param)))
 
 

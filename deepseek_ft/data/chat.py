@@ -285,10 +285,10 @@ def _prepared(message: Mapping, form: ChatForm) -> dict:
             ready.pop("reasoning_content", None)
             content = content.rpartition(_CLOSE)[2].lstrip("\n") if _CLOSE in content else content
         elif reasoning and _CLOSE in content and content.lstrip().startswith(_OPEN):
-            inline, _, answer = content.lstrip().removeprefix(_OPEN).partition(_CLOSE)
+            inline = content.lstrip().removeprefix(_OPEN).partition(_CLOSE)[0]
             if inline.strip() != reasoning.strip():
                 raise ValueError("its reasoning is given twice and not alike: in the content and beside it")
-            content = answer.lstrip("\n")
+            del ready["reasoning_content"]
         ready["content"] = content
     ready = _guarded(ready, form)
     if not form.arguments_are_text:
