@@ -295,7 +295,7 @@ def _prepared(message: Mapping, form: ChatForm) -> dict:
         for call in ready.get("tool_calls") or ():
             try:
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            except ValueError:  # the template gets the text
+            except (ValueError, RecursionError):  # the template gets the text
                 continue
     return ready
 
@@ -336,9 +336,8 @@ def _prompt(form: ChatForm, before: list[dict], tools: list[dict], thinking: boo
     if before:
         return _rendered(form, before, tools, True, thinking)
     # Nobody can ask for a prompt without turns; an assistant that speaks first begins where its content does.
-    return _rendered(form, [{"role": "assistant", "content": _STAND_IN}], tools, False, thinking).partition(_STAND_IN)[
-        0
-    ]
+    whole = _rendered(form, [{"role": "assistant", "content": _STAND_IN}], tools, False, thinking)
+    return whole.partition(_STAND_IN)[0]
 
 
 _OPENED = re.compile(rf"{_OPEN}(\s*)\Z")
@@ -354,9 +353,9 @@ def _answer(
     that, and what is learnt must be what later turns will show.
     """
     reasoning = message.get("reasoning_content")
-    inline, _, content = (
-        message["content"].rpartition(_CLOSE) if thinking and not reasoning else ("", "", message["content"])
-    )
+    inline, content = "", message["content"]
+    if thinking and not reasoning:
+        inline, _, content = content.rpartition(_CLOSE)
     words = content.strip()
     left, right = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
     if not words and not message.get("tool_calls"):

@@ -157,6 +157,9 @@ class Encoder:
             except ValueError as error:
                 result.rejected.append((i, str(error)))
                 continue
+            except RecursionError:
+                result.rejected.append((i, "it is nested too deeply"))
+                continue
             jobs += rows
             origin += [i] * len(rows)
             whole += [isinstance(example, Text)] * len(rows)
