@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import subprocess
@@ -11,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, clean_environment, corpus_of
@@ -20,10 +23,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deepseek_ft import DataError
+from deepseek_ft.config import DataConfig, SourceConfig
 from deepseek_ft.data import blocks as blocks_module
 from deepseek_ft.data.blocks import Blocks, build_store, collate, cut_row, load_blocks
 from deepseek_ft.data.files import BadRows, LongText
 from deepseek_ft.data.formats import Completion, Text
+from deepseek_ft.data.sources import open_source
 from deepseek_ft.data.tokenise import Encoder
 
 EOS = 256
@@ -403,3 +408,26 @@ def test_large_vocabularies_take_32_bits(tmp_path):
 def test_copies_are_counted(tmp_path):
     store = build_store(corpus_of(["one", "two", "one", "one"]), ENCODER, tmp_path)
     assert store.stats.duplicates == 2 and store.stats.documents == 4
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst", ".parquet"])
+def test_progress_of_one_file_is_told_with_what_is_left(tmp_path, monkeypatch, packed):
+    rows = [{"text": "".join(np.random.default_rng(i).choice(list("abcdefgh "), 2000))} for i in range(5000)]
+    path = tmp_path / f"rows{packed or '.jsonl'}"
+    if packed == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path = tmp_path / f"rows.jsonl{packed}"
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(
+            {"": bytes, ".gz": gzip.compress, ".zst": lambda b: pa.compress(b, "zstd", asbytes=True)}[packed](content)
+        )
+    monkeypatch.setattr(blocks_module, "_BATCH_CHARACTERS", 100_000)
+    shown: list[tuple[int, float]] = []
+    monkeypatch.setattr(blocks_module._Progress, "show", lambda self, tokens, share: shown.append((tokens, share)))
+    source = SourceConfig(source="files", path=str(path))
+    corpus = open_source(source, DataConfig(train=[source]), tmp_path, "data.train.0")
+    store = build_store(corpus, ENCODER, tmp_path)
+    shares = [share for _, share in shown]
+    assert shares == sorted(shares) and shares[0] < 0.4 and shares[-1] > 0.8
+    assert all(abs(share - tokens / store.stats.tokens) < 0.4 for tokens, share in shown)

@@ -263,7 +263,7 @@ class _Builder:
             "position": self.position, "special": self.special, "report": self.report.to_dict(), "stats": asdict(self.stats),
             "bytes": {n: f.tell() for n, f in self.files.items()}, "unfinished": unfinished,
         }  # fmt: skip
-        self.progress.show(self.stats.tokens, self.corpus.share(self.position))
+        self.progress.show(self.stats.tokens, self.corpus.share(self.position, self.report))
         if time.monotonic() - self.saved > _SAVE_SECONDS:
             self._save()
 
@@ -447,6 +447,7 @@ class _Progress:
     def __init__(self, label: str, tokens: int):
         self.label, self.first = label, tokens
         self.began = self.said = time.monotonic()
+        self.first_share: float | None = None
         self.bar = None
         if sys.stderr.isatty() and log.isEnabledFor(logging.INFO):
             from tqdm import tqdm
@@ -459,15 +460,32 @@ class _Progress:
             )
 
     def show(self, tokens: int, share: float | None) -> None:
+        """
+        Args:
+            share: about how much of the source has been read; None: that cannot be told.
+        """
         now = time.monotonic()
+        if self.first_share is None:
+            self.first_share = share  # what a build that goes on has behind it took no time now
+            self.began, self.first = now, tokens
+            return
         speed = (tokens - self.first) / max(now - self.began, 1e-9)
-        eta = f", {(now - self.began) * (1 - share) / share:,.0f} s to go" if share and share < 1 else ""
+        eta = ""
+        if share is not None and self.first_share < share < 1:
+            eta = f", {(now - self.began) * (1 - share) / (share - self.first_share):,.0f} s to go"
         if self.bar is not None:
             self.bar.n = share or 0.0
             self.bar.set_postfix_str(f"{tokens:,} tokens, {speed:,.0f} tok/s{eta}")
         elif now - self.said > 10:
             self.said = now
-            log.info("data %s: %s tokens, %s tok/s%s", self.label, f"{tokens:,}", f"{speed:,.0f}", eta)
+            log.info(
+                "data %s: %s%s tokens, %s tok/s%s",
+                self.label,
+                f"{share:.0%}, " if share else "",
+                f"{tokens:,}",
+                f"{speed:,.0f}",
+                eta,
+            )
 
     def close(self) -> None:
         if self.bar is not None:

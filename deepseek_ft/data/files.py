@@ -8,6 +8,7 @@ line. A row that cannot be read is named with file and line, and `BadRows` decid
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -47,6 +48,8 @@ class BadRows:
     listed: list[str] = field(default_factory=list)
     muted = False
     """While what was counted before is read once more."""
+    read_bytes = 0
+    """How much of the file in hand has been read: for those who wait."""
 
     def __call__(self, where: str, why: str) -> None:
         """
@@ -84,19 +87,37 @@ def _magic(path: Path) -> bytes:
         return file.read(6)
 
 
-def open_bytes(path: Path) -> BinaryIO:
-    """A file's content, unpacked if its first bytes say gzip, xz or zstandard."""
+@contextlib.contextmanager
+def open_bytes(path: Path, bad: BadRows | None = None) -> Iterator[BinaryIO]:
+    """A file's content, unpacked if its first bytes say gzip, xz or zstandard; `bad.read_bytes` follows the reading."""
     magic = _magic(path)
-    if magic.startswith(_PACKED[0]):
-        return gzip.open(path, "rb")
-    if magic.startswith(_PACKED[1]):
-        return lzma.open(path, "rb")
-    if magic.startswith(_PACKED[2]):
-        import pyarrow as pa
+    with io.BufferedReader(_Counted(path, bad or BadRows()), 1 << 20) as file:
+        if magic.startswith(_PACKED[0]):
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                yield unpacked
+        elif magic.startswith(_PACKED[1]):
+            with lzma.LZMAFile(file) as unpacked:
+                yield unpacked
+        elif magic.startswith(_PACKED[2]):
+            import pyarrow as pa
 
-        # The one zstd that comes with what is installed anyway. Its stream has no readinto of its own.
-        return io.BufferedReader(_Raw(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")), 1 << 20)
-    return open(path, "rb")
+            # The one zstd that comes with what is installed anyway. Its stream has no readinto of its own.
+            stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+            with io.BufferedReader(_Raw(stream), 1 << 20) as unpacked:
+                yield unpacked
+        else:
+            yield file
+
+
+class _Counted(io.FileIO):
+    def __init__(self, path: Path, bad: BadRows):
+        super().__init__(path)
+        self.bad, bad.read_bytes = bad, 0
+
+    def readinto(self, buffer) -> int:
+        n = super().readinto(buffer)
+        self.bad.read_bytes += n
+        return n
 
 
 class _Raw(io.RawIOBase):
@@ -176,7 +197,7 @@ class LongText:
         self.path, self.bad = path, bad
         digest, self.blank, self.bytes = hashlib.blake2b(digest_size=8), True, 0
         decoder, line = codecs.getincrementaldecoder("utf-8")(), 0
-        with open_bytes(path) as file:
+        with open_bytes(path, bad) as file:
             while True:
                 chunk = file.read(1 << 22)
                 try:
@@ -194,7 +215,7 @@ class LongText:
     def pieces(self, size: int = 1 << 20) -> Iterator[str]:
         """The text in pieces of about `size` characters, cut where no token can reach over: see `split_long`."""
         decoder, held = codecs.getincrementaldecoder("utf-8")(), ""
-        with open_bytes(self.path) as file:
+        with open_bytes(self.path, self.bad) as file:
             while chunk := file.read(1 << 20):
                 held += decoder.decode(chunk)
                 *whole, held = split_long(held, size)
@@ -225,7 +246,7 @@ def split_long(text: str, size: int) -> list[str]:
 def read_text(path: Path, bad: BadRows) -> Iterator[str | LongText]:
     """One file, one document."""
     try:
-        with open_bytes(path) as file:
+        with open_bytes(path, bad) as file:
             data = file.read(LONG_TEXT_BYTES + 1)  # unpacked: a small file may hold a long text
         document = decode(data) if len(data) <= LONG_TEXT_BYTES else LongText(path, bad)
     except NotUTF8 as error:
@@ -261,7 +282,7 @@ def read_tar(path: Path, bad: BadRows) -> Iterator[str]:
             bad(name, f"cannot be read as an archive of texts after {count} members: {error}")
 
     try:
-        with open_bytes(path) as stream:
+        with open_bytes(path, bad) as stream:
             yield from texts(stream, "r|", str(path))
     except BROKEN as error:
         bad(str(path), f"cannot be read: {error}")
@@ -502,7 +523,7 @@ def read_json(path: Path, bad: BadRows, start: int = 0) -> Iterator[Row]:
     """Rows of JSON lines, of a top-level array, or of one object around them."""
     try:
         lines = _is_json_lines(path)
-        with open_bytes(path) as file:
+        with open_bytes(path, bad) as file:
             yield from (_json_lines if lines else _json_values)(file, path, bad, start)
     except BROKEN as error:
         bad(str(path), f"cannot be read: {error}")
@@ -538,7 +559,7 @@ def read_csv(path: Path, bad: BadRows, start: int = 0) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     reader = None
     try:
-        with open_bytes(path) as file:
+        with open_bytes(path, bad) as file:
             # Not every byte need be UTF-8 for the lines to be found; the row that has the wrong one is named.
             text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
             head = text.readline()
@@ -582,7 +603,7 @@ def read_parquet(path: Path, bad: BadRows, start: int = 0) -> Iterator[Row]:
 
     number, broken = 0, (pa.ArrowException, OSError, ValueError, OverflowError)
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, buffer_size=1 << 22) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
                 raise ValueError(f"the column {next(n for n in names if names.count(n) > 1)!r} is there twice")
@@ -592,6 +613,7 @@ def read_parquet(path: Path, bad: BadRows, start: int = 0) -> Iterator[Row]:
                     number += rows
                     continue
                 for batch in file.iter_batches(batch_size=512, row_groups=[group]):
+                    bad.read_bytes = path.stat().st_size * number // max(1, file.metadata.num_rows)
                     try:
                         fields: list = batch.to_pylist()
                     except broken:  # one by one, to know which

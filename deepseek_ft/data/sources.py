@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -91,8 +92,8 @@ class Corpus:
     is_code: bool = False
     where: Callable[[Position], str] = str
     """A position for people."""
-    share: Callable[[Position], float | None] = lambda _: None
-    """About how much of it lies before a position, if that can be told."""
+    share: Callable[[Position, Report], float | None] = lambda *_: None
+    """About how much of it has been read at a position, if that can be told."""
 
     def examples(self) -> Iterator[Example]:
         for _, example in self.read(START, Report(bad=self.bad(), quiet=True)):
@@ -271,7 +272,7 @@ def _wikitext_lines(path: Path, source: SourceConfig, bad: BadRows) -> Iterator[
         return
     number = 0
     try:
-        with open_bytes(path) as file:
+        with open_bytes(path, bad) as file:
             for number, line in enumerate(file, start=1):
                 try:
                     yield decode(line).removesuffix("\n")
@@ -630,5 +631,8 @@ def open_source(source: SourceConfig, data: DataConfig, cache_dir: Path, key: st
     if root is not None and not repositories:
         sizes = [f.stat().st_size for f in files]
         corpus.where = lambda at: f"{files[at[0]]}:{at[1]}"
-        corpus.share = lambda at: sum(sizes[: at[0]]) / max(1, sum(sizes)) if len(files) > 1 else None
+        begins = [0, *itertools.accumulate(sizes)]
+        corpus.share = lambda at, report: (
+            (begins[at[0]] + min(report.bad.read_bytes, sizes[at[0]])) / max(1, begins[-1])
+        )
     return corpus
