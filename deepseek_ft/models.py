@@ -115,6 +115,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
         raise ConfigError(f"model.tokenizer: {source!r} has no tokenizer.json, which fast tokenization needs")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.tokenizer: {source!r} names no eos_token; documents could not be told apart")
+    tokenizer.backend_tokenizer.no_truncation()  # which somebody's last call may have left in the file
+    tokenizer.backend_tokenizer.no_padding()
     ids = tokenizer.backend_tokenizer.encode(_PROBE, add_special_tokens=False).ids
     back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if back != _PROBE:
@@ -123,7 +125,10 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
     if file.is_file():
         from tokenizers import Tokenizer
 
-        own = Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
+        plain = Tokenizer.from_file(str(file))
+        plain.no_truncation()
+        plain.no_padding()
+        own = plain.encode(_PROBE, add_special_tokens=False).ids
         if own != ids:
             k = next((i for i, (a, b) in enumerate(zip(ids, own, strict=False)) if a != b), min(len(ids), len(own)))
             raise ConfigError(f"model.tokenizer: {type(tokenizer).__name__}, which transformers takes for this model, splits "

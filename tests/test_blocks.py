@@ -431,3 +431,25 @@ def test_progress_of_one_file_is_told_with_what_is_left(tmp_path, monkeypatch, p
     shares = [share for _, share in shown]
     assert shares == sorted(shares) and shares[0] < 0.4 and shares[-1] > 0.8
     assert all(abs(share - tokens / store.stats.tokens) < 0.4 for tokens, share in shown)
+
+
+def test_a_long_document_that_brings_its_begin_and_end_has_them_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(LongText, "pieces", lambda self, real=LongText.pieces: real(self, 50))
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"Line {i} of a long text.\n" for i in range(300)) + "<eos>")
+    documents = [Text(LongText(path, BadRows()))]
+    parsed = load_blocks([corpus_of(documents)], [1.0], byte_encoder(special_tokens="parse"), 16, tmp_path)
+    assert tokens_of(parsed).tolist().count(EOS) == 1
+    as_text = load_blocks([corpus_of(documents)], [1.0], byte_encoder(special_tokens="text"), 16, tmp_path)
+    assert as_text.stats.tokens == parsed.stats.tokens + len("<eos>")
+
+
+@pytest.mark.parametrize("kind", ["text", "completion"])
+def test_rows_that_a_template_has_rendered_are_parsed(tmp_path, kind):
+    rendered = [f"{i}<eos>" for i in range(30)]
+    examples = rendered if kind == "text" else [Completion("q<eos>", text) for text in rendered]
+    blocks = build(examples, 16, tmp_path)
+    assert "<" not in ENCODER.decode(tokens_of(blocks)).replace("<eos>", "")
+    assert tokens_of(blocks).tolist().count(EOS) == 30 * (1 + (kind == "completion"))
+    one = build([*examples[:3], *["plain"] * 30], 16, tmp_path, fingerprint="mostly plain") if kind == "text" else None
+    assert one is None or one.stores[0].stats.special_text == 3

@@ -105,6 +105,16 @@ def test_add_bos_is_honoured(tokenizer_folder, tmp_path):
     assert load_tokenizer(str(tmp_path / "saved"))("hi")["input_ids"][0] == tokenizer.bos_token_id
 
 
+def test_truncation_that_was_saved_with_it_is_not_kept(tokenizer_folder, tmp_path):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=40)
+    tokenizer.save_pretrained(tmp_path / "t")
+    assert '"max_length": 5' in (tmp_path / "t/tokenizer.json").read_text()
+    again = load_tokenizer(str(tmp_path / "t"))
+    assert again.decode(again.encode(TEXT, add_special_tokens=False), clean_up_tokenization_spaces=False) == TEXT
+
+
 def test_no_tokenizer_is_said(tmp_path):
     with pytest.raises(ConfigError, match="no tokenizer can be loaded"):
         load_tokenizer(str(tmp_path))

@@ -295,8 +295,8 @@ class _Builder:
     def _add(self, batch: list[tuple[Position, Example]]) -> None:
         examples = [example for _, example in batch]
         if self.special == "auto":  # decided on once, by the first documents
-            self.special = decide_special(self.special, self.encoder, examples, self.corpus.label)
-        self.encoder.special_tokens = self.special
+            self.special = decide_special(self.encoder, examples, self.corpus.label)
+        self.encoder = self.encoder.reading(self.special)
         self.position = batch[-1][0]
         self.stats.examples += len(examples)
         held = examples[:-1] if _is_long(examples[-1]) else examples
@@ -345,15 +345,18 @@ class _Builder:
             done: pieces of it that are written already.
             first: where it begins in the store.
         """
-        if done == 0 and self.encoder.bos is not None:
-            self._append([np.array([self.encoder.bos], self.encoder.dtype)])
-        self.encoder.special_tokens = self.special
-        pieces = itertools.islice(text.pieces(), done, None)
+        self.encoder = encoder = self.encoder.reading(self.special)
+        brings = self.special == "parse"  # its own begin and end
+        bos, eos = str(encoder.tokenizer.bos_token), str(encoder.tokenizer.eos_token)
+        pieces, last = itertools.islice(text.pieces(), done, None), ""
         while batch := list(itertools.islice(pieces, _PIECES)):
-            self._append(self.encoder.encode_texts(batch))
-            done += len(batch)
+            if done == 0 and encoder.bos is not None and not (brings and batch[0].startswith(bos)):
+                self._append([np.array([encoder.bos], encoder.dtype)])
+            self._append(encoder.encode_texts(batch))
+            done, last = done + len(batch), batch[-1]
             self._note({"path": str(text.path), "pieces": done, "first": first})
-        self._append([np.array([self.encoder.eos], self.encoder.dtype)])
+        if not (brings and last.endswith(eos)):
+            self._append([np.array([encoder.eos], encoder.dtype)])
         self._write("ends.bin", np.array([self.stats.tokens], np.int64))
         self.files["hashes.bin"].write(text.digest)
         self.stats.documents += 1
@@ -418,12 +421,15 @@ def _is_long(example: Example) -> bool:
     return isinstance(example, Text) and isinstance(example.text, LongText)
 
 
-def decide_special(wanted: str, encoder: Encoder, examples: Sequence[Example], label: str) -> str:
-    """`text` or `parse`: what a special token's name in a source's documents is, by the first of them."""
-    if wanted != "auto":
-        return wanted
-    documents = [e.text for e in examples[:100] if isinstance(e, Text) and isinstance(e.text, str)]
-    holding = sum(map(encoder.holds_control, documents))
+def decide_special(encoder: Encoder, examples: Sequence[Example], label: str) -> str:
+    """`text` or `parse`: what a special token's name in a source's documents is, by the first of them.
+
+    Conversations need no decision: their special tokens are the prompt form's.
+    """
+    if encoder.special_tokens != "auto":
+        return encoder.special_tokens
+    documents = [e for e in examples[:100] if not isinstance(e, Conversation) and not _is_long(e)]
+    holding = sum(any(map(encoder.holds_control, texts(e))) for e in documents)
     if documents and holding * 2 >= len(documents):
         log.info("data %s: %d of the first %d documents hold special tokens, so these are parsed; data.special_tokens=text "
                  "would read them as text", label, holding, len(documents))  # fmt: skip
@@ -765,12 +771,7 @@ def load_blocks(
     Raises:
         DataError: a source cannot be read, or there is not one block in all of it.
     """
-    special = encoder.special_tokens
-    stores = []
-    for corpus in corpora:
-        encoder.special_tokens = special
-        stores.append(build_store(corpus, encoder, cache_dir))
-    encoder.special_tokens = special
+    stores = [build_store(corpus, encoder, cache_dir) for corpus in corpora]
     blocks = Blocks(stores, weights, seq_len, encoder.eos if pad_id is None else pad_id, isolate, overlong)
     stats = blocks.stats
     log.info("data %s: %s blocks of %d, %s tokens, %.1f %% padding%s", " + ".join(stats.sources), f"{stats.blocks:,}", seq_len,

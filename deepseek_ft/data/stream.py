@@ -102,7 +102,6 @@ class StreamedBlocks:
         cache_dir: Path, length: int = 1 << 40,
     ):  # fmt: skip
         self.encoder, self.data, self.seed, self.pad_id, self.length = encoder, data, seed, pad_id, length
-        self.special = encoder.special_tokens
         self.stats = StreamStats([c.label for c in corpora], data.seq_len, data.isolate)
         self._sources = [_Source(c, w) for c, w in zip(corpora, weights, strict=True)]
         made_of = [[store_key(c, encoder) for c in corpora], list(weights), data.seq_len, data.shuffle_rows, data.isolate,
@@ -199,13 +198,12 @@ class StreamedBlocks:
 
     def _encoded(self, source: _Source, examples: list[Example]) -> list[Row]:
         if source.special is None:
-            source.special = decide_special(self.special, self.encoder, examples, source.corpus.label)
-        self.encoder.special_tokens = source.special
+            source.special = decide_special(self.encoder, examples, source.corpus.label)
         examples = [
             Text("".join(e.text.pieces())) if isinstance(e, Text) and isinstance(e.text, LongText) else e
             for e in examples
         ]
-        encoded = self.encoder.encode(examples, source.corpus.is_code)
+        encoded = self.encoder.reading(source.special).encode(examples, source.corpus.is_code)
         for _, why in encoded.rejected:
             source.report.bad.rows -= 1
             source.report.bad(f"data {source.corpus.label}: a row near {source.corpus.where(source.position)}", why)

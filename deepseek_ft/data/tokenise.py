@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -93,6 +94,12 @@ class Encoder:
         return json.dumps(
             [tokenizer_id(self.tokenizer), tokenizers.__version__, self.bos, self.eos, form, self.special_tokens]
         )
+
+    def reading(self, special_tokens: str) -> Encoder:
+        """The same encoder with that decided: `text` or `parse`."""
+        other = copy.copy(self)
+        other.special_tokens = special_tokens
+        return other
 
     # ---------------------------------------------------------------------------------------------- strings
 

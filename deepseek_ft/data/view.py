@@ -37,14 +37,13 @@ def first_rows(corpus: Corpus, encoder: Encoder, data: DataConfig, count: int, s
         the row's text in order, each piece with `learnt` and, for a special token, `special`.
     """
     report = Report(bad=corpus.bad(), quiet=True)
-    special = encoder.special_tokens
     for position, example in corpus.read(START, report):
         if count <= 0:
             break
         if isinstance(example, Text) and not isinstance(example.text, str):
             example = Text(next(iter(example.text.pieces())))  # of a text too long to hold, its beginning
-        encoder.special_tokens = decide_special(special, encoder, [example], corpus.label)
-        encoded = encoder.encode([example], corpus.is_code)
+        special = decide_special(encoder, [example], corpus.label)
+        encoded = encoder.reading(special).encode([example], corpus.is_code)
         for row, why in [(r, None) for r in encoded.rows] + [(None, why) for _, why in encoded.rejected]:
             if skip:
                 skip -= 1
@@ -54,7 +53,6 @@ def first_rows(corpus: Corpus, encoder: Encoder, data: DataConfig, count: int, s
             count -= 1
             facts = {"source": corpus.label, "where": corpus.where(position), "form": report.form}
             yield facts | (_shown(row, encoder, data) if row is not None else {"rejected": why})
-    encoder.special_tokens = special
 
 
 def _shown(row: Row, encoder: Encoder, data: DataConfig) -> dict:
@@ -147,19 +145,30 @@ def stats_text(part: str, found: dict) -> str:
         f"  packing   {found['packing_efficiency']:.2%} full, {found['padding']:,} of padding",
     ]
     if found["cut_rows"]:
-        lines.append(f"  cut       {found['cut_rows']:,} rows by {found['cut_tokens']:,} tokens: they were longer than a block")
+        lines.append(
+            f"  cut       {found['cut_rows']:,} rows by {found['cut_tokens']:,} tokens: they were longer than a block"
+        )
     if found["dropped_tokens"]:
-        lines.append(f"  left out  {found['dropped_rows']:,} rows, {found['dropped_tokens']:,} tokens: too long, or by the weight")
+        lines.append(
+            f"  left out  {found['dropped_rows']:,} rows, {found['dropped_tokens']:,} tokens: too long, or by the weight"
+        )
     for s in found["sources"]:
         lines += ["", f"  {s['source']}: {s['form']}" + (f" in the form {s['chat_form']}" if s["chat_form"] else "")]
         rows = f" -> {s['documents']:,} rows" if s["documents"] != s["examples"] else ""
-        lines.append(f"    examples  {s['examples']:,}{rows}, {s['tokens']:,} tokens, {s['text_bytes'] / max(1, s['tokens']):.2f} bytes a token")
+        lines.append(
+            f"    examples  {s['examples']:,}{rows}, {s['tokens']:,} tokens, {s['text_bytes'] / max(1, s['tokens']):.2f} bytes a token"
+        )
         lines.append(f"    lengths   median {s['length_median']:,}, mean {s['length_mean']:,.0f}, 99 % up to {s['length_p99']:,}, "
                      f"longest {s['length_max']:,}")  # fmt: skip
         most = max(s["length_histogram"].values())
         for edge, n in s["length_histogram"].items():
             lines.append(f"      up to {edge:>9,} {'█' * max(1, round(30 * n / most))} {n:,}")
-        left = [(s["blank"], "blank"), (s["other_split"], "of the other split"), (s["generated"], "generated"), (s["bad"], "bad")]
+        left = [
+            (s["blank"], "blank"),
+            (s["other_split"], "of the other split"),
+            (s["generated"], "generated"),
+            (s["bad"], "bad"),
+        ]
         if any(n for n, _ in left):
             lines.append("    left out  " + ", ".join(f"{n:,} {what}" for n, what in left if n))
         for bad in s["bad_listed"][:5]:
@@ -192,7 +201,9 @@ def cache_entries(cache_dir: Path) -> list[dict]:
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     record = json.loads((path / "store.json").read_text(encoding="utf-8"))["stats"]
                     what = f"{record['source']}, {record['tokens']:,} tokens"
-                what = what or ("interrupted, goes on when it is wanted again" if path.suffix == ".building" else "damaged")
+                what = what or (
+                    "interrupted, goes on when it is wanted again" if path.suffix == ".building" else "damaged"
+                )
             entries.append({
                 "kind": kind, "name": path.name, "what": what, "bytes": sum(f.stat().st_size for f in files),
                 "used": max((f.stat().st_mtime for f in files), default=path.stat().st_mtime), "path": str(path),
@@ -225,5 +236,7 @@ def cache_text(entries: Sequence[dict], cache_dir: Path) -> str:
     now = time.time()
     lines = [f"{cache_dir}: {sum(e['bytes'] for e in entries) / GIB:.2f} GiB"]
     for e in entries:
-        lines.append(f"  {e['bytes'] / 2**20:10,.1f} MiB  {(now - e['used']) / 86400:5.0f} days ago  {e['kind']:<10} {e['name'][:24]:<24} {e['what']}")
+        lines.append(
+            f"  {e['bytes'] / 2**20:10,.1f} MiB  {(now - e['used']) / 86400:5.0f} days ago  {e['kind']:<10} {e['name'][:24]:<24} {e['what']}"
+        )
     return "\n".join(lines)
