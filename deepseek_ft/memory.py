@@ -78,6 +78,8 @@ class Workload:
     chunked_loss: bool = False
     """The loss of `losses.head_loss`, which holds `LOSS_ELEMENTS` logits at a time."""
     adapter: Adapter | None = None
+    isolated: bool = False
+    """Documents of a block do not see each other, by a mask: every attention but flash's needs one."""
     device: str = "cuda"
     ranks_per_host: int | None = None
     """None: all on one host."""
@@ -104,6 +106,11 @@ class Workload:
     def flash(self) -> bool:
         """Whether attention keeps no (heads, T, T) matrix. On the CPU, torch's kernel wants equal head widths."""
         return self.device == "cuda" or self.shape.qk_head_dim == self.shape.v_head_dim
+
+    @property
+    def mask(self) -> int:
+        """Bytes per token of the mask as numbers, which each layer's attention makes of it for itself and saves."""
+        return self.element * self.seq_len if self.isolated and self.flash else 0
 
     def zero(self, key: str, default: int) -> int:
         """A number of the zero_optimization section; "auto" is what Trainer fills in from the hidden size h.
@@ -197,7 +204,7 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
         name = "self_attn.kv_b_proj.weight"
         ops.append(Op("kv up", kept(latent, name), residual + e * (3 * q + up + latent), full(name)))
         if load.flash:
-            ops.append(Op("attention", e * (2 * q + up + out) + f * heads, residual + e * (2 * out + 2 * q + up)))
+            ops.append(Op("attention", e * (2 * q + up + out) + f * heads + load.mask, residual + e * (2 * out + 2 * q + up)))
     else:
         names = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
         biases = tuple(n.replace("weight", "bias") for n in names)
@@ -208,7 +215,9 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
                           full("self_attn.q_norm.weight", "self_attn.k_norm.weight")))  # fmt: skip
         ops.append(Op("rope", 0, residual + e * (3 * q + k + v)))
         if load.flash:
-            ops.append(Op("attention", e * (q + k + v + out) + f * heads, residual + e * (2 * out + q + k + v)))
+            if load.isolated:  # with a mask transformers repeats the heads that several queries share
+                k, v = heads * shape.qk_head_dim, heads * shape.v_head_dim
+            ops.append(Op("attention", e * (q + k + v + out) + f * heads + load.mask, residual + e * (2 * out + q + k + v)))
     if not load.flash:
         scores = f * heads * load.seq_len
         values = f * heads * shape.v_head_dim if e < f else e * w.get("self_attn.kv_b_proj.weight", (v,))[0]
@@ -436,7 +445,8 @@ class _Step:
         self.rotary = t * (FP32 if shape.latent else 2 * e) * shape.rope_head_dim + 3 * 8 * t
         trains = load.adapter is None
         last_norm = t * (FP32 * h + FP32 + (self.stream + e) * h * trains)
-        self.activations = sum(self.kept) + last_norm + self.rotary
+        mask = t * load.seq_len if load.isolated else 0  # as true and false, once for all layers
+        self.activations = sum(self.kept) + last_norm + self.rotary + mask
 
         # Plain PyTorch keeps whole gradients, ZeRO lets them go as they are sharded.
         self.gradient = FP32 if load.autocast else e

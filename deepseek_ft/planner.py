@@ -240,6 +240,7 @@ def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size:
         checkpointing=config.model.gradient_checkpointing,
         chunked_loss=chunked_loss(config, shape),
         adapter=adapter_of(config, shape),
+        isolated=config.data.isolate and not config.model.attention.startswith("flash"),
         device=hardware.device,
         deepspeed=deepspeed,
         ranks_per_host=min(world_size, len(hardware.gpus)) if hardware.gpus else None,

@@ -40,8 +40,12 @@ def load(strategy="zero3", shape=SEVEN, **more) -> Workload:
 FAST = [
     bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=1024, checkpointing=False, change={"num_hidden_layers": 8}),
     bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=2048, chunked_loss=True, change={"num_hidden_layers": 8}),
-    bench.Case("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", seq_len=2048, change={"num_hidden_layers": 8}, lora=bench._ALL),
-    bench.Case("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", seq_len=4096, change={"num_hidden_layers": 8, "vocab_size": 32000}),
+    bench.Case(
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", seq_len=2048, change={"num_hidden_layers": 8}, lora=bench._ALL
+    ),
+    bench.Case(
+        "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", seq_len=4096, change={"num_hidden_layers": 8, "vocab_size": 32000}
+    ),
     bench.Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=2048, change={"num_hidden_layers": 6}),
     bench.Case("mini-v3", seq_len=1024, micro_batch_size=4, checkpointing=False, chunked_loss=True),
 ]
@@ -50,6 +54,48 @@ FAST = [
 @pytest.mark.parametrize("case", FAST, ids=bench.Case.label)
 def test_whole_size_models_on_fake_tensors(case):
     assert estimate(case.workload()).tensor_bytes == pytest.approx(bench.count_fake(case), rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])
+def test_each_layer_saves_a_mask_of_its_own_where_documents_are_apart(name, precision):
+    """Against what autograd really keeps in a forward pass, with documents in one block and without."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = dict(PRESETS[name])
+    shape, dtype = shape_from_config(config, name), {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config), dtype=dtype)
+    rows, length = 2, 512
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    positions = (torch.arange(length) % 200).expand(rows, length).contiguous()
+
+    def saved(**more) -> int:
+        sizes, held = {}, []
+
+        def pack(tensor):
+            held.append(tensor)  # so that no address is used twice
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(input_ids=ids, labels=ids, use_cache=False, **more)
+        return sum(sizes.values())
+
+    def told(isolated: bool) -> float:
+        given = load(
+            "single",
+            shape,
+            precision=precision,
+            seq_len=length,
+            micro_batch_size=rows,
+            isolated=isolated,
+            checkpointing=False,
+            device="cpu",
+        )
+        return given.tokens * sum(op.saves * kind.count for kind in shape.kinds for op in layer_tape(given, kind))
+
+    assert told(True) - told(False) == pytest.approx(saved(position_ids=positions) - saved(), rel=0.03)
 
 
 def test_the_count_is_torchs():
@@ -97,7 +143,9 @@ def test_model_states_by_hand():
     zero3 = estimate(load("zero3", deepspeed={"zero_optimization": {"stage": 3, "sub_group_size": 100_000_000}}))
     assert zero3.moments["optimizer step"] > 16 * n / 3
     bf16 = estimate(load("zero3_bf16"))
-    assert sum(bf16.gpu[k] for k in ("weights", "master weights", "optimizer states")) == pytest.approx(8 * n / 3, rel=1e-6)
+    assert sum(bf16.gpu[k] for k in ("weights", "master weights", "optimizer states")) == pytest.approx(
+        8 * n / 3, rel=1e-6
+    )
     assert bf16.gpu["gradients"] == pytest.approx(2 * n / 3, rel=1e-6)  # ten bytes in all, not eight
 
 
@@ -131,7 +179,9 @@ def test_adapters():
     assert adapter_parameters(SEVEN, attention) == 30 * 2 * 16 * (4096 + 4096)
     latent = Adapter(8, ("kv_a_proj_with_mqa",))
     assert adapter_parameters(LITE, latent) == 27 * 8 * (2048 + 576)
-    full, lora, qlora = (estimate(load("ddp", adapter=a)) for a in (None, attention, dataclasses.replace(attention, quantized=True)))
+    full, lora, qlora = (
+        estimate(load("ddp", adapter=a)) for a in (None, attention, dataclasses.replace(attention, quantized=True))
+    )
     assert qlora.gpu["weights"] < 0.45 * lora.gpu["weights"] < full.gpu["weights"] / 4
     assert lora.gpu["optimizer states"] < 0.01 * full.gpu["optimizer states"]
 
@@ -146,14 +196,18 @@ def test_disk_by_hand():
 def test_every_component_is_counted_once():
     for name in STRATEGIES:
         memory = estimate(load(name, world_size=2))
-        assert memory.tensor_bytes == pytest.approx(sum(v for k, v in memory.gpu.items() if k not in ("CUDA context and NCCL", "allocator slack")), abs=100)
+        assert memory.tensor_bytes == pytest.approx(
+            sum(v for k, v in memory.gpu.items() if k not in ("CUDA context and NCCL", "allocator slack")), abs=100
+        )
         assert min(memory.gpu.values()) >= 0 and memory.moment in memory.moments
 
 
 def test_tensor_and_sequence_parallel_by_hand():
     """Matrices in two halves, embedding and head whole; or weights as zero3 and half the tokens."""
     halves = SEVEN.part(2)
-    assert halves.parameters - halves.embedding_parameters == pytest.approx((SEVEN.parameters - SEVEN.embedding_parameters) / 2, rel=1e-4)
+    assert halves.parameters - halves.embedding_parameters == pytest.approx(
+        (SEVEN.parameters - SEVEN.embedding_parameters) / 2, rel=1e-4
+    )
     assert LITE.part(2).parameters < 0.53 * LITE.parameters
     tensor = estimate(load("tensor", world_size=2, grad_accum_steps=1))
     assert tensor.gpu["optimizer states"] == 8 * halves.parameters
@@ -205,7 +259,10 @@ def test_more_offload_never_needs_more_on_the_card(load):
         return estimate(dataclasses.replace(load, strategy=STRATEGIES[name])).gpu_bytes
 
     # Its buffers for the largest gradient and its fp64 norm are what offload adds; a model smaller than those gains nothing.
-    largest = max([load.shape.vocab_size * load.shape.hidden_size] + [max(map(_numel, k.weights.values())) for k in load.shape.kinds])
+    largest = max(
+        [load.shape.vocab_size * load.shape.hidden_size]
+        + [max(map(_numel, k.weights.values())) for k in load.shape.kinds]
+    )
     added = 1.04 * 12 * largest
     assert on_card("zero2_offload") <= on_card("zero2") + added
     assert on_card("zero3_offload") <= on_card("zero3") + added
@@ -233,7 +290,9 @@ def test_more_cards_never_hold_more_states_each(load):
 def test_bf16_states_never_need_more(load):
     if load.precision == "bf16":
         for name in ("zero3", "zero2_offload", "zero3_offload"):
-            exact, rounded = (estimate(dataclasses.replace(load, strategy=STRATEGIES[n])) for n in (name, f"{name}_bf16"))
+            exact, rounded = (
+                estimate(dataclasses.replace(load, strategy=STRATEGIES[n])) for n in (name, f"{name}_bf16")
+            )
             assert rounded.gpu_bytes <= exact.gpu_bytes and rounded.host_bytes <= exact.host_bytes
 
 
