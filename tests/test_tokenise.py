@@ -298,9 +298,9 @@ def test_parsed_documents_have_one_beginning_and_one_end(adds_bos):
 def test_auto_parses_what_a_template_has_rendered_and_nothing_else(encoder, caplog):
     rendered = [Text(f"{BOS}User: hi\n\nAssistant: hello{EOS}")] * 3
     prose = [Text("nothing special")] * 3
-    assert decide_special("auto", encoder, rendered + prose, "x") == "parse"
-    assert decide_special("auto", encoder, [*rendered[:1], *prose], "x") == "text"
-    assert decide_special("text", encoder, rendered, "x") == "text"
+    assert decide_special(encoder.reading("auto"), rendered + prose, "x") == "parse"
+    assert decide_special(encoder.reading("auto"), [*rendered[:1], *prose], "x") == "text"
+    assert decide_special(encoder.reading("text"), rendered, "x") == "text"
 
 
 # --------------------------------------------------------------------------------------------------- gigatoken

@@ -7,7 +7,9 @@ weight or mixture tokenises nothing again.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -569,8 +571,8 @@ class Blocks:
                 self.stats.dropped_tokens += size - int(store.ends[i]) if not whole else 0
             self._count(store, sum(e[2] for e in extents if e[0] == number))
         self._extents = extents
-        self._begins = np.concatenate([[0], np.cumsum([b - a for _, a, b in extents])]).astype(np.int64)
-        self._text_tokens = int(self._begins[-1])
+        self._begins = [0, *itertools.accumulate(b - a for _, a, b in extents)]
+        self._text_tokens = self._begins[-1]
         self._text_rows = -(-self._text_tokens // self.seq_len)
 
     def _count(self, store: TokenStore, tokens: int) -> None:
@@ -644,7 +646,7 @@ class Blocks:
             ]
         begin, end = i * self.seq_len, min((i + 1) * self.seq_len, self._text_tokens)
         found = []
-        j = int(self._begins.searchsorted(begin, side="right")) - 1
+        j = bisect.bisect_right(self._begins, begin) - 1
         while begin < end:
             number, first, _ = self._extents[j]
             until = min(end, int(self._begins[j + 1]))
@@ -662,20 +664,33 @@ class Blocks:
         """A row as `lay_out` describes it."""
         if i < 0:
             i += len(self)
+        if 0 <= i < self._text_rows:
+            return lay_out(*self._text_row(i), self.seq_len, self.pad_id, self.isolate)
         extents = self.extents(i)
-        sizes = [b - a for _, a, b in extents]
-        masked = i >= self._text_rows
-        if not masked and len(extents) > 1:  # text of one store lies together: copied at once, however many documents
-            joined = [list(extents[0])]
-            for number, a, b in extents[1:]:
-                if joined[-1][0] == number and joined[-1][2] == a:
-                    joined[-1][2] = b
-                else:
-                    joined.append([number, a, b])
-            extents = joined
         ids = [self.stores[number].ids[a:b] for number, a, b in extents]
-        learnt = [self.stores[number].learnt[a:b] for number, a, b in extents] if masked else None
-        return lay_out(ids, learnt, sizes, self.seq_len, self.pad_id, self.isolate)
+        learnt = [self.stores[number].learnt[a:b] for number, a, b in extents]
+        return lay_out(ids, learnt, [b - a for _, a, b in extents], self.seq_len, self.pad_id, self.isolate)
+
+    def _text_row(self, i: int) -> tuple[list[np.ndarray], None, list[int]]:
+        """Ids in as few pieces as they lie in, however many documents, and the sizes of these."""
+        begin, end = i * self.seq_len, min((i + 1) * self.seq_len, self._text_tokens)
+        ids, sizes = [], []
+        j = bisect.bisect_right(self._begins, begin) - 1
+        while begin < end:
+            number, first, _ = self._extents[j]
+            until = min(end, self._begins[j + 1])
+            a = first + begin - self._begins[j]
+            b = a + until - begin
+            store = self.stores[number]
+            ids.append(store.ids[a:b])
+            low, high = store.ends.searchsorted((a, b), side="right")
+            for cut in store.ends[low:high].tolist():
+                sizes.append(cut - a)
+                a = cut
+            if a < b:
+                sizes.append(b - a)
+            begin, j = until, j + 1
+        return ids, None, sizes
 
     def count_targets(self) -> int:
         """Tokens that a loss is taken of, row by row: a pass over everything."""
@@ -711,19 +726,23 @@ def lay_out(
     labels[at:] = IGNORED
     if learnt is not None:
         labels[:at][np.concatenate(learnt) == 0] = IGNORED
-    labels[0] = IGNORED
     if not isolate:
+        labels[0] = IGNORED
         return {"input_ids": row, "labels": labels}
-    positions = np.arange(seq_len)
-    if len(sizes) > 1 or at < seq_len:
-        edges = np.array(sizes).cumsum()  # where the next document, or the padding, begins
-        if edges[-1] == seq_len:
-            edges = edges[:-1]
-        labels[edges] = IGNORED
-        jumps = np.zeros(seq_len, np.int64)
-        jumps[edges] = np.diff(edges, prepend=0)
-        positions -= jumps.cumsum()
+    steps = _steps(seq_len)
+    positions = np.empty(seq_len, np.int64)
+    begin = 0
+    for size in (*sizes, seq_len - at):  # one document after the other, and the padding, if there is any
+        if size:
+            labels[begin] = IGNORED
+            positions[begin : begin + size] = steps[:size]
+            begin += size
     return {"input_ids": row, "labels": labels, "position_ids": positions}
+
+
+@functools.lru_cache(maxsize=4)
+def _steps(count: int) -> np.ndarray:
+    return np.arange(count)
 
 
 def cut_row(learnt: np.ndarray, room: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import logging
@@ -79,27 +80,44 @@ class Encoder:
         self._controls = Controls.of(tokenizer)
         self.controls = self._controls.names
         self._plain: Tokenizer | None = None
-        self._bytes = byte_table(self.backend)
-        self.seams = cuts_safely(self.backend, self._bytes)
-        self.fast = _fast_tokenizer(self.backend)
         self.counts: Counter[str] = Counter()
         """special_text: documents in which a special token's name was read as text; fim: turned into infilling."""
+        self._readings: dict[str, Encoder] = {}
         self._tools_said = form is None or form.writes_tools
+
+    # What only tokenising needs is made when it is needed: a start that finds its tokens in the cache does without.
+    @functools.cached_property
+    def fast(self):
+        return _fast_tokenizer(self.backend)
+
+    @functools.cached_property
+    def seams(self) -> bool:
+        return cuts_safely(self.backend, self._bytes)
+
+    @functools.cached_property
+    def _bytes(self) -> list[bytes] | None:
+        return byte_table(self.backend)
+
+    @functools.cached_property
+    def _tokenizer_id(self) -> str:
+        return tokenizer_id(self.tokenizer)
 
     def identity(self) -> str:
         """Everything that an id depends on beside the examples."""
         import tokenizers
 
         form = [self.form.template, self.form.keep_reasoning, self.form.system] if self.form else None
-        return json.dumps(
-            [tokenizer_id(self.tokenizer), tokenizers.__version__, self.bos, self.eos, form, self.special_tokens]
-        )
+        return json.dumps([self._tokenizer_id, tokenizers.__version__, self.bos, self.eos, form, self.special_tokens])
 
     def reading(self, special_tokens: str) -> Encoder:
         """The same encoder with that decided: `text` or `parse`."""
-        other = copy.copy(self)
-        other.special_tokens = special_tokens
-        return other
+        if special_tokens == self.special_tokens:
+            return self
+        if special_tokens not in self._readings:
+            _ = self.fast, self.seams  # made once, not by each copy
+            self._readings[special_tokens] = other = copy.copy(self)
+            other.special_tokens = special_tokens
+        return self._readings[special_tokens]
 
     # ---------------------------------------------------------------------------------------------- strings
 
