@@ -77,7 +77,7 @@ def _defaults(hardware: Hardware, ranks_here: int, one_host: bool) -> dict[str, 
     """What a rank should find in its environment unless the user has set it."""
     values = {
         "OMP_NUM_THREADS": str(max(1, hardware.cores // max(1, ranks_here))),
-        "TOKENIZERS_PARALLELISM": "false",
+        "TOKENIZERS_PARALLELISM": "true",  # said, so that the library does not warn of a fork that comes after it
     }
     if hardware.device == "cpu":
         values["DS_ACCELERATOR"] = "cpu"

@@ -31,6 +31,10 @@ def test_cpu_ranks_get_their_share_of_cores(monkeypatch):
     assert launch.child_environment(*planned(), 3)[0]["OMP_NUM_THREADS"] == "5"
 
 
+def test_text_is_tokenised_on_all_cores():
+    assert launch.child_environment(*planned(), 1)[0]["TOKENIZERS_PARALLELISM"] == "true"
+
+
 def test_no_peer_to_peer_is_told_to_the_ranks(monkeypatch):
     for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
         monkeypatch.delenv(name, raising=False)
