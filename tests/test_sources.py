@@ -545,3 +545,20 @@ def test_real_openwebtext(read):
     tree = read("openwebtext", SHARED / "text/hf-dummy/openwebtext")
     files = sorted((SHARED / "text/hf-dummy/openwebtext").rglob("*.txt"))
     assert tree == [f.read_bytes().decode() for f in files]
+
+
+def test_a_long_text_is_not_read_to_know_what_it_is(tmp_path, monkeypatch):
+    from deepseek_ft.data.blocks import needs_form
+
+    (tmp_path / "long.txt").write_text("text\n" * 100)
+    (tmp_path / "chat.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    opened = []
+    monkeypatch.setattr("deepseek_ft.data.sources.read_text", lambda path, bad: opened.append(path) or iter(()))
+    corpora = {}
+    for name in ("long.txt", "chat.jsonl"):
+        source = SourceConfig(source="files", path=str(tmp_path / name))
+        corpora[name] = open_source(source, DataConfig(train=[source]), tmp_path, "data.train.0")
+    assert not needs_form([corpora["long.txt"]]) and not opened
+    assert needs_form([corpora["long.txt"], corpora["chat.jsonl"]])

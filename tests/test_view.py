@@ -14,6 +14,7 @@ from deepseek_ft.config import DataConfig
 from deepseek_ft.data import view
 from deepseek_ft.data.blocks import build_store, load_blocks
 from deepseek_ft.data.formats import Completion
+from deepseek_ft.data.tokenise import Encoder
 
 PAIRS = [Completion("ask ", "answer"), Completion("", "a"), Completion("q" * 30, "b" * 30)]
 
@@ -98,9 +99,7 @@ def test_the_commands(tmp_path):
     show = cli("data", "show", *words, "-n", "2", cwd=tmp_path, env=env)
     assert show.returncode == 0 and show.stdout.count("--- row") == 2 and "⟦" in show.stdout and "import" in show.stdout
     stats = cli("data", "stats", *words, cwd=tmp_path, env=env)
-    assert (
-        stats.returncode == 0 and "code: code" in stats.stdout
-    )
+    assert stats.returncode == 0 and "code: code" in stats.stdout
     figures = cli("data", "stats", *words, "--json", cwd=tmp_path, env=env)
     found = json.loads(figures.stdout[figures.stdout.index("{\n") :])["train"]
     assert found["tokens"] == sum(s["tokens"] for s in found["sources"]) > 1000
@@ -115,3 +114,23 @@ def test_the_commands(tmp_path):
         "data", "show", "quickstart", "data.train=[{source: files, path: nowhere.jsonl}]", cwd=tmp_path, env=env
     )
     assert missing.returncode == 2 and "nowhere.jsonl" in missing.stdout and "Traceback" not in missing.stdout
+
+
+@pytest.mark.parametrize(("spm_rate", "order"), [(0.0, "prefix"), (1.0, "suffix")])
+def test_the_parts_of_an_infilling_example_are_shown(spm_rate, order):
+    from test_tokenise import FIM, wrapped
+    from test_tokenise import train as train_tokenizer
+
+    document = "def area(r):\n    return 3.14 * r * r\n"
+    encoder = Encoder(wrapped(train_tokenizer(), more=FIM), fim_rate=1.0, spm_rate=spm_rate)
+    corpus = corpus_of([document], is_code=True)
+    (row,) = view.first_rows(corpus, encoder, DataConfig(train=(), seq_len=256), 1)
+    marks = [p["text"] for p in row["pieces"] if p.get("special")]
+    assert [m for m in marks if m in FIM] == FIM and row["pieces"][-1]["text"] == encoder.tokenizer.eos_token
+    assert row["targets"] == row["tokens"] - 1
+    parts = "".join(p["text"] for p in row["pieces"])
+    begin, hole, end = (parts.index(m) for m in FIM)
+    prefix, suffix = parts[begin + len(FIM[0]) : hole], parts[hole + len(FIM[1]) : end]
+    middle = parts[end + len(FIM[2]) :].removesuffix(encoder.tokenizer.eos_token)
+    assert prefix + middle + suffix == document and bool(prefix) == (order == "prefix")
+    assert f"fill in the middle ({order} first)" in view.row_text(row, 1, colour=False)

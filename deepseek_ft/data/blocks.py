@@ -801,9 +801,7 @@ def load_blocks(
 
 def needs_form(corpora: Sequence[Corpus]) -> bool:
     """Whether any of them holds conversations, by their first examples."""
-    for corpus in corpora:
-        for example in corpus.examples():
-            if isinstance(example, Conversation):
-                return True
-            break
-    return False
+    firsts = (
+        next(corpus.examples(), None) for corpus in corpora if corpus.has_rows
+    )  # a long text is not begun for this
+    return any(isinstance(example, Conversation) for example in firsts)

@@ -90,6 +90,8 @@ class Corpus:
     that of the reading which came so far."""
     bad: Callable[[], BadRows] = BadRows
     is_code: bool = False
+    has_rows: bool = True
+    """Whether it is made of rows, which may be conversations, and not of whole documents."""
     where: Callable[[Position], str] = str
     """A position for people."""
     share: Callable[[Position, Report], float | None] = lambda *_: None
@@ -471,8 +473,12 @@ def _after(documents: Iterator, after: int, bad: BadRows) -> Iterator[tuple[int,
         bad.muted = False
 
 
+def _kind(path: Path, source: SourceConfig) -> str:
+    is_program = source.format == "code" and _matches(Path(path.name), _PATTERNS["code"])  # .json may be one
+    return "text" if is_program or source.source in ("text", "code", "python-stdlib") else kind_of(path)
+
+
 def _raw_files(files: list[Path], source: SourceConfig, start: Position, report: Report) -> Iterator[Raw]:
-    whole = source.source in ("text", "code", "python-stdlib")
     for i, path in enumerate(files):
         if i < start[0]:
             continue
@@ -481,8 +487,7 @@ def _raw_files(files: list[Path], source: SourceConfig, start: Position, report:
             articles = wikitext_articles(_wikitext_lines(path, source, report.bad))
             yield from (((i, n), f"{path}: article {n}", a) for n, a in _after(articles, after, report.bad))
             continue
-        is_program = source.format == "code" and _matches(Path(path.name), _PATTERNS["code"])  # .json may be one
-        kind = "text" if whole or is_program else kind_of(path)
+        kind = _kind(path, source)
         if kind in ROW_READERS:
             noun = ": row " if kind == "parquet" else ":"
             for position, line, row in ROW_READERS[kind](path, report.bad, after):
@@ -628,6 +633,7 @@ def open_source(source: SourceConfig, data: DataConfig, cache_dir: Path, key: st
         options += [data.code.repository, data.code.skip_generated]
     identity = hashlib.blake2b(f"{fingerprint}|{options}".encode(), digest_size=16).hexdigest()
     corpus = Corpus(label, identity, read, lambda: BadRows(data.on_bad_row == "skip", data.max_bad_share), is_code)
+    corpus.has_rows = root is None or (not is_wikitext and not repositories and _kind(files[0], source) in ROW_READERS)
     if root is not None and not repositories:
         sizes = [f.stat().st_size for f in files]
         corpus.where = lambda at: f"{files[at[0]]}:{at[1]}"
