@@ -2,6 +2,7 @@
 
     python benchmarks/data.py                                       Python's standard library, a tokenizer trained on it
     python benchmarks/data.py --text FILE.jsonl --tokenizer DIR     your own (rows with a `text`; several tokenizers may be given)
+    python benchmarks/data.py --megabytes 12.6 --tokenizer DIR      the whole of the standard library
     python benchmarks/data.py --chat FILE --trl-python PATH         packing with lengths of conversations, and beside TRL
     python benchmarks/data.py --large                               also 2 GB of text: memory, second start, kill and go on
 
@@ -38,7 +39,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SEQ_LEN = 2048
-DEFAULT_BYTES = 6_000_000
 LARGE_BYTES = 2_000_000_000
 SYNTHETIC = 1_000_000
 MIB = 2**20
@@ -381,11 +381,8 @@ def task_start(spec: dict) -> dict:
 # ----------------------------------------------------------------------------------------------------- inputs
 
 
-def standard_library(folder: Path) -> tuple[Path, Path]:
-    """Python's own source as rows, and a tokenizer trained on it."""
-    from deepseek_ft import load_config
-    from deepseek_ft.models import tokenizer_source
-
+def standard_library(folder: Path, megabytes: float) -> Path:
+    """Python's own source as rows."""
     text, size = folder / "stdlib.jsonl", 0
     with open(text, "w", encoding="utf-8") as file:
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
@@ -397,14 +394,21 @@ def standard_library(folder: Path) -> tuple[Path, Path]:
                 continue
             if source.strip():
                 size += file.write(json.dumps({"text": source}, ensure_ascii=False) + "\n")
-            if size > DEFAULT_BYTES:
+            if size > 1e6 * megabytes:
                 break
+    return text
+
+
+def trained_tokenizer(text: Path, folder: Path) -> Path:
+    from deepseek_ft import load_config
+    from deepseek_ft.models import tokenizer_source
+
     config = load_config({
         "name": "data", "model": {"path": "preset:tiny-v3", "tokenizer": "train:16384"},
         "data": {"train": [{"source": "files", "path": str(text)}]},
         "train": {"max_steps": 1},
     })  # fmt: skip
-    return text, Path(tokenizer_source(config, [open_corpus(str(text), str(folder))], folder))
+    return Path(tokenizer_source(config, [open_corpus(str(text), str(folder))], folder))
 
 
 def enlarge(text: Path, to: Path, size: int) -> None:
@@ -603,6 +607,9 @@ TASKS = {name.removeprefix("task_"): f for name, f in list(globals().items()) if
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="JSON lines with a field `text`")
+    parser.add_argument(
+        "--megabytes", type=float, default=6.0, help="of Python's standard library, where no text is given"
+    )
     parser.add_argument("--tokenizer", type=Path, action="append", help="a folder; may be given several times")
     parser.add_argument(
         "--chat", type=Path, action="append", default=[], help="conversations, whose lengths are packed"
@@ -616,8 +623,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task:
         return tell(TASKS[arguments.task[0]](json.loads(arguments.task[1])))
-    if (arguments.text is None) != (arguments.tokenizer is None):
-        parser.error("--text and --tokenizer go together")
 
     parts = arguments.only or ["tokenising", "packing", "reading", "start", *(["large"] if arguments.large else [])]
     trl = arguments.trl_python
@@ -627,11 +632,11 @@ def main() -> None:
     table, repeats = Table(), arguments.repeats
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
         work = Path(folder)
-        if arguments.text:
-            text, tokenizers = arguments.text.resolve(), [t.resolve() for t in arguments.tokenizer]
+        text = arguments.text.resolve() if arguments.text else standard_library(work, arguments.megabytes)
+        if arguments.tokenizer:
+            tokenizers = [t.resolve() for t in arguments.tokenizer]
         else:
-            text, trained = standard_library(work)
-            tokenizers = [trained.rename(work / "trained")]
+            tokenizers = [trained_tokenizer(text, work).rename(work / "trained")]
         found = None
         if "tokenising" in parts:
             for tokenizer in tokenizers:
