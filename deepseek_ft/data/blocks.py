@@ -716,27 +716,26 @@ def lay_out(
         learnt: the same pieces in 0 and 1; None: every token.
         sizes: tokens of each document, in order.
     """
-    row = np.empty(seq_len, np.int64)
+    row, labels, positions = np.empty((3, seq_len), np.int64)
     at = 0
     for piece in ids:
         row[at : at + len(piece)] = piece
         at += len(piece)
-    row[at:] = pad_id
-    labels = row.copy()
-    labels[at:] = IGNORED
+    labels[:] = row
     if learnt is not None:
         labels[:at][np.concatenate(learnt) == 0] = IGNORED
+    if at < seq_len:
+        row[at:], labels[at:] = pad_id, IGNORED
+        sizes = [*sizes, seq_len - at]  # padding is apart, too
     if not isolate:
         labels[0] = IGNORED
         return {"input_ids": row, "labels": labels}
     steps = _steps(seq_len)
-    positions = np.empty(seq_len, np.int64)
     begin = 0
-    for size in (*sizes, seq_len - at):  # one document after the other, and the padding, if there is any
-        if size:
-            labels[begin] = IGNORED
-            positions[begin : begin + size] = steps[:size]
-            begin += size
+    for size in sizes:
+        labels[begin] = IGNORED
+        positions[begin : begin + size] = steps[:size]
+        begin += size
     return {"input_ids": row, "labels": labels, "position_ids": positions}
 
 

@@ -377,8 +377,12 @@ def _answer(
             words, closing = words + right, closing[len(right) :]
     else:
         if not whole.startswith(start):
-            raise ValueError("the chat template begins these tool calls otherwise than its own prompt for them; if it is one of "
-                             "DeepSeek's, data.chat.form=deepseek_v3 writes them right")  # fmt: skip
+            # In the middle of a conversation some templates (V3's and R1's, after a tool's output) write tool calls
+            # otherwise than their own prompt asks for them. What the model writes is the same as at a beginning.
+            if len(before) <= 1:
+                raise ValueError("the chat template begins tool calls otherwise than its own prompt for them")
+            opening = [{"role": "user", "content": "x"}]
+            return _answer(form, opening, message, tools, _prompt(form, opening, tools, thinking), thinking)
         empty = _NO_REASONING.match(whole, len(start))
         lead, closing = (empty[0], whole[empty.end() :]) if empty else ("", whole[len(start) :])
 
