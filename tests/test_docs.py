@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
-from conftest import ROOT, cli
+from conftest import ROOT
 
+from deepseek_ft import ConfigError, load_config
 from deepseek_ft.config import ChatConfig, SourceConfig, known_keys
 from deepseek_ft.data.chat import FORMS
+from deepseek_ft.data.view import first_rows
+from deepseek_ft.run import open_data
 
 TEXT = (ROOT / "docs/data.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"\n\*\*`(\w+)`\*\*(?:(?!\n\*\*`).)*?```jsonl\n(.*?)```", TEXT, re.DOTALL))
@@ -31,15 +33,15 @@ def test_every_key_that_it_names_is_one():
 
 
 @pytest.mark.parametrize("form", EXAMPLES)
-def test_an_example_is_what_its_heading_says(form, tmp_path):
+def test_an_example_is_what_its_heading_says(form, tmp_path, cache, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text(EXAMPLES[form], encoding="utf-8")
-    words = ("data.train=[{source: files, path: rows.json}]", "data.eval=[]")
-    if form == "infill":  # needs the tokens of DeepSeek-Coder
-        done = cli("data", "show", "quickstart", *words, cwd=tmp_path)
-        assert done.returncode == 2 and "fim" in done.stdout
+    config = load_config("quickstart", ["data.train=[{source: files, path: rows.json}]", "data.eval=[]"])
+    encoder, corpora = open_data(config, cache, ["train"])
+    if form == "infill":
+        with pytest.raises(ConfigError, match="fim"):  # it needs the tokens of DeepSeek-Coder
+            list(first_rows(corpora["train"][0], encoder, config.data, 9))
         return
-    done = cli("data", "show", "quickstart", *words, "--json", "-n", "9", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
-    rows = json.loads(done.stdout[done.stdout.index("\n[") :])
+    rows = list(first_rows(corpora["train"][0], encoder, config.data, 9))
     assert {row["form"] for row in rows} == {form} and len(rows) == EXAMPLES[form].count('\n{"') + 1
     assert all(row["targets"] > 0 for row in rows)

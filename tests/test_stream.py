@@ -155,7 +155,7 @@ def test_a_stream_without_a_row_ends_at_once(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["single", "zero2"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_a_run_on_a_stream_goes_on_where_it_stopped(tiny_recipe, tmp_path, strategy):
     """Under one process and under three ranks: the losses of a run that was never interrupted, step by step."""
     words = ["data.streaming=true", "data.shuffle_rows=16", f"strategy={strategy}", "train.save_steps=4"]
