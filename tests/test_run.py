@@ -111,6 +111,7 @@ def test_metrics_have_every_number(launched):
     assert rates == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_the_saved_config_reproduces_the_run(launched, tmp_path):
     again = train(launched["folder"] / "config.yaml", cwd=tmp_path)
     curves = [
@@ -161,6 +162,7 @@ def test_a_hostfile_of_this_host(tiny_recipe, tmp_path):
     assert result["status"] == "finished" and result["engine_facts"]["engine_world_size"] == 2
 
 
+@pytest.mark.slow
 def test_clipping_is_the_recipes(tiny_recipe, tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))  # no gradient_clipping in it
     result = train(tiny_recipe, "deepspeed=mine.json", "optim.max_grad_norm=0.01", "train.max_steps=2", cwd=tmp_path)

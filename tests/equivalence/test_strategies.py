@@ -44,7 +44,7 @@ SINGLE = ("strategy=single", "train.micro_batch_size=6")
      (("strategy=ddp",), "DistributedDataParallel", None, 3),
      (("strategy=zero2",), "DeepSpeedEngine", 2, 3),
      (("strategy=zero3",), "DeepSpeedEngine", 3, 3),
-     (("strategy=zero3", "train.micro_batch_size=1", "ranks=2"), "DeepSpeedEngine", 3, 2),
+     pytest.param(("strategy=zero3", "train.micro_batch_size=1", "ranks=2"), "DeepSpeedEngine", 3, 2, marks=pytest.mark.slow),
      (("strategy=zero3", "train.loss=chunked"), "DeepSpeedEngine", 3, 3),
      pytest.param(("strategy=ddp", "train.loss=chunked"), "DistributedDataParallel", None, 3, marks=pytest.mark.slow),
      pytest.param(("strategy=zero2", "train.loss=chunked", "train.micro_batch_size=1"), "DeepSpeedEngine", 2, 3, marks=pytest.mark.slow)],
