@@ -24,6 +24,23 @@ examples:
 """
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}; a whole number from 0")
+    return int(text)
+
+
+def _days(text: str) -> float:
+    """What is not a number of days must not delete anything."""
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}; a number of days from 0")
+    return days
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepseek-ft",
@@ -74,15 +91,15 @@ def _parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="see what is trained on", description="Rows, figures and the cache of a recipe's data.")
     of_data = data.add_subparsers(dest="data_command", metavar="show|stats|cache", required=True)
     show = of_data.add_parser("show", help="the first rows, with what is learnt marked")
-    show.add_argument("-n", type=int, default=3, metavar="N", help="rows of each source (3)")
-    show.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N")
+    show.add_argument("-n", type=_count, default=3, metavar="N", help="rows of each source (3)")
+    show.add_argument("--skip", type=_count, default=0, metavar="N", help="leave out the first N")
     stats = of_data.add_parser("stats", help="figures of the whole data; tokenises it, once")
     for one in (show, stats):
         one.add_argument("recipe", help="a shipped recipe's name, or a YAML file")
         one.add_argument("overrides", nargs="*", metavar="key=value")
         one.add_argument("--part", choices=("train", "eval", "both"), default="both" if one is stats else "train")
     cache = of_data.add_parser("cache", help="what the cache holds")
-    cache.add_argument("--prune", type=float, metavar="DAYS", help="delete what was not used for so many days; 0: everything")
+    cache.add_argument("--prune", type=_days, metavar="DAYS", help="delete what was not used for so many days; 0: everything")
     for one in (show, stats, cache):
         one.add_argument("--json", action="store_true", help="for programs")
 

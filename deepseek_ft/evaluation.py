@@ -12,6 +12,15 @@ import torch.distributed as dist
 from .data.blocks import IGNORED, Blocks, collate
 
 
+def needs_lengths(model: Callable) -> bool:
+    """Whether a batch must say where documents begin (`collate`): for flash attention.
+
+    Asked of the model itself: of its wrappers DDP has no `config`, and DeepSpeed's is another.
+    """
+    config = getattr(getattr(model, "module", model), "config", None)
+    return str(getattr(config, "_attn_implementation", None)).startswith("flash")
+
+
 @torch.no_grad()
 def block_nll(
     model: Callable,
@@ -27,7 +36,7 @@ def block_nll(
     under ZeRO-3 every forward pass is collective. Only one row's logits `(T, V)` are held in fp32 at a time.
     """
     was_training = getattr(model, "training", False)
-    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    lengths = needs_lengths(model)
     model.eval()
     sums = torch.zeros(len(blocks), dtype=torch.float64, device=device)
     starts = range(0, len(blocks), batch_size)
@@ -35,7 +44,7 @@ def block_nll(
         mine = turn * world_size + rank
         start = starts[mine] if mine < len(starts) else 0
         rows = range(start, min(start + batch_size, len(blocks)))
-        batch = collate([blocks[i] for i in rows], lengths=attention.startswith("flash"))
+        batch = collate([blocks[i] for i in rows], lengths=lengths)
         batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         labels = batch.pop("labels")
         logits = model(**batch, use_cache=False).logits  # a cache would make documents of one block see each other

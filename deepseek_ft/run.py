@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import io
 import json
 import logging
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import checkpoints, launch, ops, plan_view, planner
 from .config import Config, load_config, to_dict, to_yaml
-from .errors import CheckpointError, DataError, PlanError, RunError
+from .errors import CheckpointError, ConfigError, DataError, PlanError, RunError
 from .hardware import GIB, probe
 from .planner import Plan, plan_run
 from .report import RunResult
@@ -110,6 +111,9 @@ def finetune(
 
 def _can_train(config: Config, plan: Plan) -> None:
     """What even --force does not start."""
+    if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError("model.attention=flash_attention_2 needs the package flash-attn, which is not installed: it runs on a GPU "
+                          "only. Install it (`pip install flash-attn --no-build-isolation`), or use model.attention=sdpa")  # fmt: skip
     if plan.chosen.forbidden:
         raise PlanError(f"strategy {plan.strategy.name} {'; '.join(plan.chosen.reasons)}")
     if config.method.kind != "full":

@@ -79,8 +79,7 @@ class FineTuneTrainer(Trainer):
     """`Trainer` with the recipe's learning-rate curve and a perplexity that does not depend on the batch size."""
 
     def __init__(self, *, config: Config, plan: Plan, bytes_of_token: np.ndarray, eval_blocks: Blocks | None, **kwargs):
-        attention = str(kwargs["model"].config._attn_implementation)
-        collator = functools.partial(collate, lengths=attention.startswith("flash"))
+        collator = functools.partial(collate, lengths=evaluation.needs_lengths(kwargs["model"]))
         super().__init__(data_collator=collator, eval_dataset=eval_blocks, **kwargs)
         self.config, self.plan = config, plan
         self.eval_blocks, self.bytes_of_token = eval_blocks, bytes_of_token

@@ -135,6 +135,19 @@ def test_a_packed_batch_has_the_loss_and_gradient_of_its_conversations_one_by_on
             torch.testing.assert_close(gradients[n], p.grad, atol=1e-5, rtol=1e-3, msg=n)
 
 
+class Wrapped(torch.nn.Module):
+    """As DeepSpeed's engine stands around a model: with a `config` that is another's."""
+
+    config = {"zero_optimization": {"stage": 3}}
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_evaluation_scores_each_document_as_if_it_were_alone(name, attention, tmp_path):
@@ -145,3 +158,4 @@ def test_evaluation_scores_each_document_as_if_it_were_alone(name, attention, tm
     device = torch.device("cpu")
     expected = sum(block_nll(model, blocks, 1, device).sum() for blocks in alone)
     assert block_nll(model, packed, 2, device).sum() == pytest.approx(expected, rel=1e-5)
+    assert block_nll(Wrapped(model), packed, 2, device).sum() == pytest.approx(expected, rel=1e-5)

@@ -108,6 +108,9 @@ def test_the_commands(tmp_path):
     pruned = cli("data", "cache", "--prune", "0", cwd=tmp_path, env=env)
     assert pruned.returncode == 0 and "deleted" in pruned.stdout
     assert "is empty" in cli("data", "cache", cwd=tmp_path, env=env).stdout
+    for typo in (("cache", "--prune", "nan"), ("cache", "--prune", "-1"), ("show", *words, "-n", "-3"), ("show", *words, "--skip", "x")):
+        done = cli("data", *typo, cwd=tmp_path, env=env)
+        assert done.returncode == 2 and "got" in done.stdout and "deleted" not in done.stdout
     wrong = cli("data", "show", *words, "--part", "eval", cwd=tmp_path, env=env)
     assert wrong.returncode == 2 and "no source there" in wrong.stdout
     missing = cli(
