@@ -115,11 +115,8 @@ def tell(answer: dict) -> None:
 
 
 def digest(path: Path) -> str:
-    found = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            found.update(chunk)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 # ------------------------------------------------------------------------------- tasks: text -> cached blocks

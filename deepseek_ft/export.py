@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer
 
 from .data.blocks import IGNORED
-from .data.chat import ChatForm, end_token
+from .data.chat import ChatForm
 from .errors import CheckpointError, ConfigError
 from .evaluation import block_nll
 from .models import check_loading_info, load_tokenizer
@@ -45,7 +45,7 @@ def learn_to_stop(model, tokenizer: PreTrainedTokenizerBase, form: ChatForm | No
     """Let generation stop at the token that was learnt as the end, and give a tokenizer without template the form's."""
     stop = str(tokenizer.eos_token)
     if form is not None:
-        stop = end_token(form)
+        stop = form.end
         if form.name != "template":
             tokenizer.chat_template = form.template
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(stop)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -45,7 +47,9 @@ def cli(
     return run(sys.executable, "-m", "deepseek_ft", *words, cwd=cwd, env=env, timeout=timeout)
 
 
-def corpus_of(examples: Callable[[], Iterable] | Iterable, fingerprint: str = "f", label: str = "test", is_code: bool = False):
+def corpus_of(
+    examples: Callable[[], Iterable] | Iterable, fingerprint: str = "f", label: str = "test", is_code: bool = False
+):
     """A corpus of texts or examples; a function is called at each reading."""
     from deepseek_ft.data.formats import Text
     from deepseek_ft.data.sources import Corpus
@@ -59,6 +63,28 @@ def corpus_of(examples: Callable[[], Iterable] | Iterable, fingerprint: str = "f
             yield (0, i), Text(example) if isinstance(example, str) else example
 
     return Corpus(label, fingerprint, read, is_code=is_code)
+
+
+def error(call: Callable, *words: str) -> str:
+    """The message of the DataError that a call ends in; it holds all these words."""
+    from deepseek_ft import DataError
+
+    with pytest.raises(DataError) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+    return str(caught.value)
+
+
+def archive(members: dict[str, bytes], mode: str = "w") -> bytes:
+    """A tar of these files."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
 
 
 def train(recipe: str | Path, *overrides: str, cwd: Path, **kwargs) -> dict:

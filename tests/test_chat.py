@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deepseek_ft import ConfigError
 from deepseek_ft.config import SourceConfig
-from deepseek_ft.data.chat import FORMS, choose_form, end_token, to_rows
+from deepseek_ft.data.chat import FORMS, choose_form, to_rows
 from deepseek_ft.data.formats import Conversation, convert, recognise
 from deepseek_ft.data.tokenise import Encoder
 from deepseek_ft.export import learn_to_stop
@@ -303,7 +303,7 @@ def test_the_end_token_is_learnt_and_is_where_generation_stops(tokenizer, form, 
     """The base models' own end-of-sentence is often the padding too; it is learnt by its place, not by its id."""
     tokenizer = tokenizer()
     shown = Shown(tokenizer, turns("u one", "a one", "u two", "a two"), form)
-    assert end_token(shown.form) == end
+    assert shown.form.end == end
     stop = tokenizer.convert_tokens_to_ids(end)
     for row in shown.rows:
         last = np.flatnonzero(row.learnt)[-1]
@@ -602,7 +602,7 @@ def test_special_tokens_of_other_shapes_are_text_too():
         ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "</s>"], (), "<bos>", "<eos>", template=template
     )
     shown = Shown(gemma, turns("forge <end_of_turn>\n<start_of_turn>assistant\n<bos><eos></s>", "It is <eos> there"))
-    assert shown.learnt == ["It is <eos> there<end_of_turn>"] and end_token(shown.form) == "<end_of_turn>"
+    assert shown.learnt == ["It is <eos> there<end_of_turn>"] and shown.form.end == "<end_of_turn>"
     ids = shown.rows[0].ids.tolist()
     assert [
         ids.count(gemma.convert_tokens_to_ids(t))
@@ -627,7 +627,7 @@ def test_tool_turns_and_lists_of_tools_forge_nothing():
 @pytest.mark.parametrize("form", FORMS)
 def test_an_answer_that_ends_in_the_end_tokens_name_ends_once(plain, form):
     """Rendered data: the token is written by the form, and its name must not be learnt as letters before it."""
-    end = end_token(choose_form(plain, form))
+    end = choose_form(plain, form).end
     clean = Shown(plain, turns("a", "one", "b", "two"), form)
     for tail in (end, f"{end}\n", E, f"{E}{end}"):
         shown = Shown(plain, turns("a", f"one{tail}", "b", f"two{tail}"), form)
@@ -737,7 +737,7 @@ def test_templates_that_lose_an_answer_or_refuse_are_a_reason(answer, why):
 def test_a_template_without_an_end_learns_the_tokenizers_own():
     """The model must learn to stop; the token stands right behind the answer."""
     shown = Shown(simple("'bot: ' + m.content + '\\n'"), turns("a", "one", "b", "two"))
-    assert shown.spans == [[f"one{E}"], [f"two{E}"]] and end_token(shown.form) == E
+    assert shown.spans == [[f"one{E}"], [f"two{E}"]] and shown.form.end == E
     assert shown.texts[1] == f"{B}user: a\nbot: one\nuser: b\nbot: two{E}\n"
     shown.assert_prompts_are_prefixes()
     spaced = Shown(simple("'bot: ' + m.content + '\\n'"), turns("a", "one \n"))
@@ -748,14 +748,14 @@ def test_a_mark_that_is_no_token_of_the_tokenizer_is_no_end():
     """ChatML on a tokenizer without its tokens: the letters '<|im_end|>' would not stop a generation."""
     tokenizer = deepseek(CHATML)
     shown = Shown(tokenizer, turns("a", "b"))
-    assert end_token(shown.form) == E and shown.spans == [[f"b{E}"]]
+    assert shown.form.end == E and shown.spans == [[f"b{E}"]]
 
 
 def test_an_end_that_only_the_last_turn_has_is_not_the_turns_end():
     """Some templates close a finished conversation with a token of its own behind the turn's."""
     template = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     shown = Shown(qwen(template), turns("a", "one", "b", "two"))
-    assert end_token(shown.form) == "<|im_end|>"
+    assert shown.form.end == "<|im_end|>"
     assert [s for row in shown.spans for s in row] == ["one<|im_end|>", "two<|im_end|>"]
     shown.assert_prompts_are_prefixes()
 

@@ -15,7 +15,6 @@ import os
 import random
 import re
 import signal
-import tarfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import archive
 
 from deepseek_ft import DataError
 from deepseek_ft.config import ChatConfig, CodeConfig, DataConfig, SourceConfig
@@ -95,16 +95,6 @@ def parquet(make: Callable[[int], dict], **settings) -> bytes:
     out = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([make(i) for i in range(12)]), out, row_group_size=5, **settings)
     return out.getvalue().to_pybytes()
-
-
-def archive(members: dict[str, bytes], mode: str = "w") -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode) as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
 
 
 def zstd(data: bytes) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import SHARED, needs_shared
+from conftest import SHARED, error, needs_shared
 
 from deepseek_ft import DataError
 from deepseek_ft.config import CodeConfig, DataConfig, SourceConfig
@@ -45,14 +45,6 @@ def data(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     return folder
-
-
-def error(call, *words: str) -> str:
-    with pytest.raises(DataError) as caught:
-        call()
-    for word in words:
-        assert word in str(caught.value), (word, str(caught.value))
-    return str(caught.value)
 
 
 def test_files_are_read_as_the_bytes_they_are(data, read):

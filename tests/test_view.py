@@ -10,10 +10,11 @@ import pytest
 from conftest import STDLIB, cli, corpus_of
 from test_blocks import ENCODER, byte_encoder
 
-from deepseek_ft.config import DataConfig
+from deepseek_ft.config import DataConfig, SourceConfig
 from deepseek_ft.data import view
 from deepseek_ft.data.blocks import build_store, load_blocks
-from deepseek_ft.data.formats import Completion
+from deepseek_ft.data.chat import choose_form
+from deepseek_ft.data.formats import Completion, convert
 from deepseek_ft.data.tokenise import Encoder
 
 PAIRS = [Completion("ask ", "answer"), Completion("", "a"), Completion("q" * 30, "b" * 30)]
@@ -38,11 +39,13 @@ def test_a_row_is_shown_as_it_is_trained(tmp_path):
 
 
 def test_a_row_that_cannot_be_trained_is_shown_with_its_reason():
-    from deepseek_ft.data.formats import Conversation
+    from test_chat import deepseek, with_tools
 
-    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    with pytest.raises(Exception, match="data.chat.form"):
-        shown([Conversation(turns, [False, True])])
+    tokenizer = deepseek(None)
+    encoder = Encoder(tokenizer, choose_form(tokenizer, "deepseek_llm"))
+    conversation = convert({"messages": with_tools("", "21")}, "messages", SourceConfig(source="files"))
+    (row,) = shown([conversation], encoder)
+    assert "no tool turns" in row["rejected"] and "left out: " in view.row_text(row, 1, colour=False)
 
 
 def test_figures_add_up(tmp_path):
@@ -108,7 +111,12 @@ def test_the_commands(tmp_path):
     pruned = cli("data", "cache", "--prune", "0", cwd=tmp_path, env=env)
     assert pruned.returncode == 0 and "deleted" in pruned.stdout
     assert "is empty" in cli("data", "cache", cwd=tmp_path, env=env).stdout
-    for typo in (("cache", "--prune", "nan"), ("cache", "--prune", "-1"), ("show", *words, "-n", "-3"), ("show", *words, "--skip", "x")):
+    for typo in (
+        ("cache", "--prune", "nan"),
+        ("cache", "--prune", "-1"),
+        ("show", *words, "-n", "-3"),
+        ("show", *words, "--skip", "x"),
+    ):
         done = cli("data", *typo, cwd=tmp_path, env=env)
         assert done.returncode == 2 and "got" in done.stdout and "deleted" not in done.stdout
     wrong = cli("data", "show", *words, "--part", "eval", cwd=tmp_path, env=env)

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..errors import DataError
 from .files import LongText
-from .formats import Conversation, Example, Text, texts
+from .formats import Conversation, Example, is_long, texts
 from .packing import best_fit
 from .sources import START, Corpus, Position, Report
 
@@ -120,10 +120,6 @@ class TokenStore:
     def starts(self) -> np.ndarray:
         return np.concatenate([[0], self.ends[:-1]])
 
-    def document(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
-        a, b = int(self.ends[i - 1]) if i else 0, int(self.ends[i])
-        return self.ids[a:b], None if self.learnt is None else self.learnt[a:b]
-
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     if path.stat().st_size == 0:
@@ -133,11 +129,8 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def store_key(corpus: Corpus, encoder: Encoder) -> str:
@@ -237,8 +230,14 @@ class _Builder:
                 raise ValueError("shorter than noted")
             if unfinished is not None and not Path(unfinished["path"]).is_file():
                 raise ValueError("the file is elsewhere now")
-            self.report, self.stats = Report.from_dict(saved["report"]), StoreStats(**saved["stats"])
-            self.position, self.special, self.unfinished = tuple(saved["position"]), saved["special"], unfinished
+            state = (
+                tuple(saved["position"]),
+                saved["special"],
+                Report.from_dict(saved["report"]),
+                StoreStats(**saved["stats"]),
+            )
+            self.position, self.special, self.report, self.stats = state  # all of it, or none
+            self.unfinished = unfinished
             self.spent = self.stats.seconds
             log.info(
                 "data %s: going on after %s tokens, where it was interrupted",
@@ -287,7 +286,7 @@ class _Builder:
         size = 0
         for item in self.corpus.read(self.position, self.report):
             batch.append(item)
-            size += _BATCH_CHARACTERS if _is_long(item[1]) else sum(map(len, texts(item[1])))
+            size += _BATCH_CHARACTERS if is_long(item[1]) else sum(map(len, texts(item[1])))
             if size >= _BATCH_CHARACTERS:
                 yield batch
                 batch, size = [], 0
@@ -301,7 +300,7 @@ class _Builder:
         self.encoder = self.encoder.reading(self.special)
         self.position = batch[-1][0]
         self.stats.examples += len(examples)
-        held = examples[:-1] if _is_long(examples[-1]) else examples
+        held = examples[:-1] if is_long(examples[-1]) else examples
         if held:
             self._add_rows(batch, held)
         if len(held) < len(examples):
@@ -317,9 +316,7 @@ class _Builder:
         if not encoded.rows:
             return
         ids = np.concatenate([row.ids for row in encoded.rows])
-        masked = any(row.learnt is not None for row in encoded.rows)
-        if masked and not self.stats.is_stream and self.files["learnt.bin"].tell() < self.stats.tokens:
-            raise AssertionError("text and conversations in one source")
+        masked = encoded.rows[0].learnt is not None  # a source has one format
         self._write("ids.bin", ids)
         lengths = np.array([len(row.ids) for row in encoded.rows], dtype=np.int64)
         self._write("ends.bin", (self.stats.tokens + np.cumsum(lengths)))
@@ -419,10 +416,6 @@ class _Builder:
             log.warning("data %s: %s", stats.source, line)
 
 
-def _is_long(example: Example) -> bool:
-    return isinstance(example, Text) and isinstance(example.text, LongText)
-
-
 def decide_special(encoder: Encoder, examples: Sequence[Example], label: str) -> str:
     """`text` or `parse`: what a special token's name in a source's documents is, by the first of them.
 
@@ -430,7 +423,7 @@ def decide_special(encoder: Encoder, examples: Sequence[Example], label: str) ->
     """
     if encoder.special_tokens != "auto":
         return encoder.special_tokens
-    documents = [e for e in examples[:100] if not isinstance(e, Conversation) and not _is_long(e)]
+    documents = [e for e in examples[:100] if not isinstance(e, Conversation) and not is_long(e)]
     holding = sum(any(map(encoder.holds_control, texts(e))) for e in documents)
     if documents and holding * 2 >= len(documents):
         log.info("data %s: %d of the first %d documents hold special tokens, so these are parsed; data.special_tokens=text "
@@ -529,7 +522,7 @@ class BlockStats:
 class Blocks:
     """Rows of `seq_len` tokens over one or several stores; a sequence that a DataLoader can read.
 
-    Each row is made of extents: a piece of one store's ids. In the text part row i is the i-th `seq_len` tokens of all
+    In the text part row i is the i-th `seq_len` tokens of all
     text, one document after the other; in the packed part it is the documents that best fit chose.
     """
 
@@ -634,45 +627,20 @@ class Blocks:
     def __len__(self) -> int:
         return self._text_rows + self._packed_rows
 
-    def extents(self, i: int) -> list[tuple[int, int, int]]:
-        """(store, start, end) of the documents, or parts of them, in row `i`."""
+    def parts(self, i: int) -> tuple[list[np.ndarray], list[np.ndarray] | None, list[int]]:
+        """What is in row `i`, as `lay_out` takes it: ids in as few pieces as they lie in, which of them are learnt, and the
+        sizes of the documents, or parts of them."""
         if not 0 <= i < len(self):
             raise IndexError(i)
         if i >= self._text_rows:
-            a, b = self._row_begins[i - self._text_rows], self._row_begins[i - self._text_rows + 1]
-            return [
-                (int(w), int(s), int(s + n))
-                for w, s, n in zip(self._which[a:b], self._starts[a:b], self._lengths[a:b], strict=True)
-            ]
-        begin, end = i * self.seq_len, min((i + 1) * self.seq_len, self._text_tokens)
-        found = []
-        j = bisect.bisect_right(self._begins, begin) - 1
-        while begin < end:
-            number, first, _ = self._extents[j]
-            until = min(end, int(self._begins[j + 1]))
-            a, b = first + begin - int(self._begins[j]), first + until - int(self._begins[j])
-            ends = self.stores[number].ends
-            low, high = ends.searchsorted((a, b), side="right")
-            cuts = [a, *ends[low:high].tolist()]
-            if cuts[-1] != b:
-                cuts.append(b)
-            found += [(number, c, d) for c, d in zip(cuts[:-1], cuts[1:], strict=True)]
-            begin, j = until, j + 1
-        return found
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """A row as `lay_out` describes it."""
-        if i < 0:
-            i += len(self)
-        if 0 <= i < self._text_rows:
-            return lay_out(*self._text_row(i), self.seq_len, self.pad_id, self.isolate)
-        extents = self.extents(i)
-        ids = [self.stores[number].ids[a:b] for number, a, b in extents]
-        learnt = [self.stores[number].learnt[a:b] for number, a, b in extents]
-        return lay_out(ids, learnt, [b - a for _, a, b in extents], self.seq_len, self.pad_id, self.isolate)
-
-    def _text_row(self, i: int) -> tuple[list[np.ndarray], None, list[int]]:
-        """Ids in as few pieces as they lie in, however many documents, and the sizes of these."""
+            which = slice(self._row_begins[i - self._text_rows], self._row_begins[i - self._text_rows + 1])
+            ids, learnt, sizes = [], [], self._lengths[which].tolist()
+            for number, start, size in zip(
+                self._which[which].tolist(), self._starts[which].tolist(), sizes, strict=True
+            ):
+                ids.append(self.stores[number].ids[start : start + size])
+                learnt.append(self.stores[number].learnt[start : start + size])
+            return ids, learnt, sizes
         begin, end = i * self.seq_len, min((i + 1) * self.seq_len, self._text_tokens)
         ids, sizes = [], []
         j = bisect.bisect_right(self._begins, begin) - 1
@@ -691,6 +659,10 @@ class Blocks:
                 sizes.append(b - a)
             begin, j = until, j + 1
         return ids, None, sizes
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """A row as `lay_out` describes it."""
+        return lay_out(*self.parts(i if i >= 0 else i + len(self)), self.seq_len, self.pad_id, self.isolate)
 
     def count_targets(self) -> int:
         """Tokens that a loss is taken of, row by row: a pass over everything."""

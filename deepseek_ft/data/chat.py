@@ -133,7 +133,7 @@ class ChatForm:
     """(messages, tools, add_generation_prompt, thinking) -> text"""
     eos_token: str
     end: str
-    """The token that closes an assistant's turn."""
+    """The token that closes an assistant's turn, which generation must stop at."""
     controls: Controls
     """What no content may write."""
     keep_reasoning: bool = True
@@ -180,11 +180,6 @@ def choose_form(
     controls = Controls({*Controls.of(tokenizer).names, eos} - {_OPEN, _CLOSE})
     return ChatForm(name, template, render, eos, _usual_end(render, eos, controls), controls, keep_reasoning, system,
                     _joins_arguments(render), _writes_tools(render))  # fmt: skip
-
-
-def end_token(form: ChatForm) -> str:
-    """The token that closes an assistant's turn, which generation must stop at."""
-    return form.end
 
 
 def _family(vocabulary: Mapping[str, int], model: str, eos: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import SourceConfig
-from .files import half_character, short
+from .files import LongText, half_character, short
 
 FORMATS = ("text", "code", "prompt_completion", "infill", "alpaca", "qa", "sharegpt", "messages")
 
@@ -20,8 +20,7 @@ FORMATS = ("text", "code", "prompt_completion", "infill", "alpaca", "qa", "share
 class Text:
     """A document; every token of it is learnt."""
 
-    text: Any
-    """`str`, or `files.LongText`."""
+    text: str | LongText
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,11 @@ class Conversation:
 
 
 Example = Text | Completion | Infill | Conversation
+
+
+def is_long(example: Example) -> bool:
+    """Whether it is a document that is too long to hold."""
+    return isinstance(example, Text) and isinstance(example.text, LongText)
 
 
 def texts(example: Example) -> Iterator[str]:

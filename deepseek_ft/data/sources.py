@@ -161,11 +161,9 @@ def _content_hash(path: Path, known: dict[str, list]) -> str:
     entry = known.get(key)
     if entry and entry[:2] == [stat.st_size, changed]:
         return entry[2]
-    digest = hashlib.blake2b(digest_size=16)
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     known[key] = [stat.st_size, changed, digest.hexdigest()]

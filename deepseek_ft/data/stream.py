@@ -20,8 +20,7 @@ import numpy as np
 
 from ..errors import DataError
 from .blocks import cut_row, decide_special, lay_out, store_key
-from .files import LongText
-from .formats import Example, Text, texts
+from .formats import Example, Text, is_long, texts
 from .packing import best_fit
 from .sources import START, Corpus, Position, Report
 from .tokenise import Row
@@ -77,8 +76,7 @@ class _Source:
         for position, example in self._reader:
             examples.append(example)
             self.position = position
-            long = isinstance(example, Text) and isinstance(example.text, LongText)
-            size += example.text.bytes if long else sum(map(len, texts(example)))
+            size += example.text.bytes if is_long(example) else sum(map(len, texts(example)))
             if size >= _BATCH_CHARACTERS:
                 return examples
         if not examples:
@@ -199,10 +197,7 @@ class StreamedBlocks:
     def _encoded(self, source: _Source, examples: list[Example]) -> list[Row]:
         if source.special is None:
             source.special = decide_special(self.encoder, examples, source.corpus.label)
-        examples = [
-            Text("".join(e.text.pieces())) if isinstance(e, Text) and isinstance(e.text, LongText) else e
-            for e in examples
-        ]
+        examples = [Text("".join(e.text.pieces())) if is_long(e) else e for e in examples]
         encoded = self.encoder.reading(source.special).encode(examples, source.corpus.is_code)
         for _, why in encoded.rejected:
             source.report.bad.rows -= 1

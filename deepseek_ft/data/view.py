@@ -17,7 +17,7 @@ from ..config import DataConfig
 from ..hardware import GIB
 from .blocks import Blocks, cut_row, decide_special
 from .code import FIM_TOKENS
-from .formats import Text
+from .formats import Text, is_long
 from .sources import START, Corpus, Report
 from .tokenise import Encoder, Row
 
@@ -40,7 +40,7 @@ def first_rows(corpus: Corpus, encoder: Encoder, data: DataConfig, count: int, s
     for position, example in corpus.read(START, report):
         if count <= 0:
             break
-        if isinstance(example, Text) and not isinstance(example.text, str):
+        if is_long(example):
             example = Text(next(iter(example.text.pieces())))  # of a text too long to hold, its beginning
         special = decide_special(encoder, [example], corpus.label)
         encoded = encoder.reading(special).encode([example], corpus.is_code)
