@@ -162,7 +162,7 @@ def task_ours(spec: dict) -> dict:
 
 def kill_after(batches: int) -> None:
     """This process ends without a warning once it has tokenised so many batches, and has told what they cost."""
-    from deepseek_ft.data.blocks import _Builder
+    from deepseek_ft.data.store import _Builder
 
     began, add, done = cpu_seconds(), _Builder._add, 0
 
@@ -249,8 +249,9 @@ def task_datasets(spec: dict) -> dict:
 
 def task_lengths(spec: dict) -> dict:
     """Tokens of every document or conversation of a file."""
-    from deepseek_ft.data.blocks import build_store, needs_form
+    from deepseek_ft.data.blocks import needs_form
     from deepseek_ft.data.chat import choose_form
+    from deepseek_ft.data.store import build_store
     from deepseek_ft.data.tokenise import Encoder
     from deepseek_ft.models import load_tokenizer
 
@@ -354,7 +355,8 @@ def task_start(spec: dict) -> dict:
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
-    from deepseek_ft.data.blocks import _Builder, collate, load_blocks
+    from deepseek_ft.data.blocks import collate, load_blocks
+    from deepseek_ft.data.store import _Builder
     from deepseek_ft.data.tokenise import Encoder
     from deepseek_ft.models import load_tokenizer
 
@@ -579,7 +581,7 @@ def large(table: Table, text: Path, tokenizers: list[Path], work: Path, repeats:
         if name == "large.jsonl":
             second_start(table, f"{size / 1e9:.1f} GB", spec, repeats)
             again = spec | {"cache": str(work / "again")}
-            from deepseek_ft.data.blocks import _BATCH_CHARACTERS
+            from deepseek_ft.data.store import _BATCH_CHARACTERS
 
             first = measure("ours", again | {"kill_after": size // _BATCH_CHARACTERS // 2})
             rest = measure("ours", again)

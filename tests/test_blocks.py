@@ -24,11 +24,12 @@ from transformers import PreTrainedTokenizerFast
 
 from deepseek_ft import DataError
 from deepseek_ft.config import DataConfig, SourceConfig
-from deepseek_ft.data import blocks as blocks_module
-from deepseek_ft.data.blocks import Blocks, build_store, collate, cut_row, load_blocks
+from deepseek_ft.data import store as store_module
+from deepseek_ft.data.blocks import Blocks, collate, cut_row, load_blocks
 from deepseek_ft.data.files import BadRows, LongText
 from deepseek_ft.data.formats import Completion, Text
 from deepseek_ft.data.sources import open_source
+from deepseek_ft.data.store import build_store
 from deepseek_ft.data.tokenise import Encoder
 
 EOS = 256
@@ -265,7 +266,7 @@ class Interrupt(BaseException):
 @pytest.mark.parametrize("after", [1, 7, 20, 39])
 def test_an_interrupted_build_goes_on_where_it_stood(tmp_path, monkeypatch, after):
     """At any document, with what had been skipped, and without reading a document twice."""
-    monkeypatch.setattr(blocks_module, "_BATCH_CHARACTERS", 30)
+    monkeypatch.setattr(store_module, "_BATCH_CHARACTERS", 30)
     documents = [f"document {i}" if i % 5 else f"{i} <eos>" for i in range(40)]
     read: list[int] = []
 
@@ -289,7 +290,7 @@ def test_an_interrupted_build_goes_on_where_it_stood(tmp_path, monkeypatch, afte
 
 
 def test_an_interruption_while_a_batch_is_written_leaves_no_half_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks_module, "_BATCH_CHARACTERS", 30)
+    monkeypatch.setattr(store_module, "_BATCH_CHARACTERS", 30)
     documents = [f"document number {i}" for i in range(20)]
     real, calls = Encoder.encode, []
 
@@ -305,7 +306,7 @@ def test_an_interruption_while_a_batch_is_written_leaves_no_half_of_it(tmp_path,
     with pytest.raises(Interrupt):
         build(documents, 16, tmp_path / "a")
     monkeypatch.undo()
-    monkeypatch.setattr(blocks_module, "_BATCH_CHARACTERS", 30)
+    monkeypatch.setattr(store_module, "_BATCH_CHARACTERS", 30)
     resumed = build(documents, 16, tmp_path / "a")
     assert ENCODER.decode(tokens_of(resumed)) == "".join(f"{d}<eos>" for d in documents)
 
@@ -313,7 +314,7 @@ def test_an_interruption_while_a_batch_is_written_leaves_no_half_of_it(tmp_path,
 def test_a_long_document_goes_on_in_its_middle(tmp_path, monkeypatch):
     monkeypatch.setattr("deepseek_ft.data.files.LONG_TEXT_BYTES", 1000)
     monkeypatch.setattr(LongText, "pieces", lambda self, real=LongText.pieces: real(self, 50))
-    monkeypatch.setattr(blocks_module, "_PIECES", 2)
+    monkeypatch.setattr(store_module, "_PIECES", 2)
     path = tmp_path / "long.txt"
     path.write_text("".join(f"Line {i} of a long text.\n" for i in range(300)))
     encoded: list[str] = []
@@ -345,7 +346,7 @@ CHILD = """
     sys.path.insert(0, {tests!r})
     import test_blocks as t
     from pathlib import Path
-    t.blocks_module._BATCH_CHARACTERS, t.blocks_module._SAVE_SECONDS = 1000, 0.0
+    t.store_module._BATCH_CHARACTERS, t.store_module._SAVE_SECONDS = 1000, 0.0
     documents = [f"document number {{i}} has some words" for i in range(2000)]
     def corpus():
         for i, document in enumerate(documents):
@@ -423,9 +424,9 @@ def test_progress_of_one_file_is_told_with_what_is_left(tmp_path, monkeypatch, p
         path.write_bytes(
             {"": bytes, ".gz": gzip.compress, ".zst": lambda b: pa.compress(b, "zstd", asbytes=True)}[packed](content)
         )
-    monkeypatch.setattr(blocks_module, "_BATCH_CHARACTERS", 100_000)
+    monkeypatch.setattr(store_module, "_BATCH_CHARACTERS", 100_000)
     shown: list[tuple[int, float]] = []
-    monkeypatch.setattr(blocks_module._Progress, "show", lambda self, tokens, share: shown.append((tokens, share)))
+    monkeypatch.setattr(store_module._Progress, "show", lambda self, tokens, share: shown.append((tokens, share)))
     source = SourceConfig(source="files", path=str(path))
     corpus = open_source(source, DataConfig(train=[source]), tmp_path, "data.train.0")
     store = build_store(corpus, ENCODER, tmp_path)

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from deepseek_ft import ConfigError, DataError
 from deepseek_ft.config import SourceConfig
 from deepseek_ft.data import tokenise
-from deepseek_ft.data.blocks import decide_special
 from deepseek_ft.data.chat import choose_form
 from deepseek_ft.data.formats import Completion, Conversation, Infill, Text, convert
+from deepseek_ft.data.store import decide_special
 from deepseek_ft.data.tokenise import Encoder, cuts_safely
 from deepseek_ft.models import load_tokenizer
 

@@ -12,9 +12,10 @@ from test_blocks import ENCODER, byte_encoder
 
 from deepseek_ft.config import DataConfig, SourceConfig
 from deepseek_ft.data import view
-from deepseek_ft.data.blocks import build_store, load_blocks
+from deepseek_ft.data.blocks import load_blocks
 from deepseek_ft.data.chat import choose_form
 from deepseek_ft.data.formats import Completion, convert
+from deepseek_ft.data.store import build_store
 from deepseek_ft.data.tokenise import Encoder
 
 PAIRS = [Completion("ask ", "answer"), Completion("", "a"), Completion("q" * 30, "b" * 30)]

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import DataError
-from .blocks import cut_row, decide_special, lay_out, store_key
+from .blocks import cut_row, lay_out
 from .formats import Example, Text, is_long, texts
 from .packing import best_fit
 from .sources import START, Corpus, Position, Report
+from .store import decide_special, store_key
 from .tokenise import Row
 
 if TYPE_CHECKING:

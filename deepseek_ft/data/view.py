@@ -15,14 +15,15 @@ import numpy as np
 
 from ..config import DataConfig
 from ..hardware import GIB
-from .blocks import Blocks, cut_row, decide_special
+from .blocks import Blocks, cut_row
 from .code import FIM_TOKENS
 from .formats import Text, is_long
 from .sources import START, Corpus, Report
+from .store import decide_special
 from .tokenise import Encoder, Row
 
 if TYPE_CHECKING:
-    from .blocks import TokenStore
+    from .store import TokenStore
 
 _READ, _LEARNT, _SPECIAL, _OFF = "\x1b[2m", "\x1b[32m", "\x1b[1;35m", "\x1b[0m"
 
