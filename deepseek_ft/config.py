@@ -188,6 +188,8 @@ class TrainConfig:
     loss: str = _choice("auto", "naive", "chunked")
     """`chunked` never holds the logits of a whole micro-batch: the same loss in a fraction of the memory, for about a
     quarter more time in the head. auto: chunked for vocabularies of 32,000 and more."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread evenly over the vocabulary; evaluation is without."""
     log_steps: int = 10
     eval_steps: int | None = 500
     """null: only before the first step and after the last."""
@@ -229,6 +231,7 @@ PATH_KEYS = {"output_dir", "model.path", "model.tokenizer", "data.path", "data.c
 OTHER_NAMES = {
     "learning_rate": "optim.lr",
     "lr_scheduler_type": "optim.schedule",
+    "label_smoothing_factor": "train.label_smoothing",
     "lr_scheduler": "optim.schedule",
     "warmup_num_steps": "optim.warmup_steps",
     "warmup": "optim.warmup_steps",
@@ -724,6 +727,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         ("optim.decay_ratio", optim.decay_ratio, 0, 1),
         ("optim.warmup_ratio", optim.warmup_ratio, 0, 1),
         ("optim.warmup_steps", optim.warmup_steps, 0, float("inf")),
+        ("train.label_smoothing", train.label_smoothing, 0, 1),
         ("data.max_bad_share", data.max_bad_share, 0, 1),
         ("data.code.fim_rate", data.code.fim_rate, 0, 1),
         ("data.code.spm_rate", data.code.spm_rate, 0, 1),

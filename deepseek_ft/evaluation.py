@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .data.blocks import IGNORED, Blocks, collate
+from .losses import Head
 
 
 def needs_lengths(model: Callable) -> bool:
@@ -29,11 +31,15 @@ def block_nll(
     device: torch.device,
     rank: int = 0,
     world_size: int = 1,
+    head: Head | None = None,
 ) -> np.ndarray:
     """Negative log likelihood of each block's targets, in nats, shape `(len(blocks),)`, the same on every rank.
 
     Each rank takes every `world_size`-th batch. A rank that has run out computes one more batch for nothing:
-    under ZeRO-3 every forward pass is collective. Only one row's logits `(T, V)` are held in fp32 at a time.
+    under ZeRO-3 every forward pass is collective.
+
+    Args:
+        head: the model's, to do without its logits (B, T, V); without it one row's at a time are also held in fp32.
     """
     was_training = getattr(model, "training", False)
     lengths = needs_lengths(model)
@@ -47,12 +53,13 @@ def block_nll(
         batch = collate([blocks[i] for i in rows], lengths=lengths)
         batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         labels = batch.pop("labels")
-        logits = model(**batch, use_cache=False).logits  # a cache would make documents of one block see each other
+        with head.scoring(labels) if head is not None else contextlib.nullcontext():
+            logits = model(**batch, use_cache=False).logits  # a cache would make documents of one block see each other
         if mine < len(starts):
             for i, row in enumerate(rows):
-                sums[row] = torch.nn.functional.cross_entropy(
-                    logits[i, :-1].float(), labels[i, 1:], ignore_index=-100, reduction="sum"
-                )
+                sums[row] = logits[i].double().sum() if head is not None else torch.nn.functional.cross_entropy(
+                    logits[i, :-1].float(), labels[i, 1:], ignore_index=IGNORED, reduction="sum"
+                )  # fmt: skip
         del logits
     if world_size > 1:
         dist.all_reduce(sums)

@@ -3,12 +3,15 @@
 A micro-batch of 16,384 tokens over 102,400 ids has logits of 6.7 GB in fp32, and the usual loss holds three tensors of
 that size. Here the vocabulary is walked in pieces: once for the log of the softmax's denominator, and once more for the
 gradients, which are made in the forward pass. Each row of the head's gradient is one matrix product over all tokens,
-rounded once, as in the usual way; a fourth product, the logits again, is the price.
+rounded once, as in the usual way; a fourth product, the logits again, is the price. Evaluation walks it once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,69 +23,149 @@ FP16_ROOM = 2.0**-8
 """fp16 ends at 65,504, and a row of the head's gradient is a sum over all tokens of a micro-batch."""
 
 
+@dataclass(frozen=True)
+class Softening:
+    """What a recipe or a family does to the loss and to the logits."""
+
+    smoothing: float = 0.0
+    """Share of the target that is spread evenly over the vocabulary (arXiv:1512.00567 §7)."""
+    cap: float | None = None
+    """Logits z become cap tanh(z / cap), as in Gemma 2 (arXiv:2408.00118 §2)."""
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""(N, k) and (V, k): a part of the logits is the one times the other's transpose. The head is a part; an adapter on it is
+another, of the adapter's rank."""
+
+
+class _Walk:
+    """The vocabulary in pieces of `step` ids."""
+
+    def __init__(self, parts: Sequence[Pair], labels: torch.Tensor, step: int, soft: Softening):
+        self.parts, self.labels, self.soft = parts, labels, soft
+        self.vocab = parts[0][1].shape[0]
+        self.pieces = [slice(start, min(start + step, self.vocab)) for start in range(0, self.vocab, step)]
+        self._rooms: dict[torch.dtype, torch.Tensor] = {}
+
+    def _room(self, piece: slice, dtype: torch.dtype) -> torch.Tensor:
+        """(N, ids of the piece), the same memory for every piece: fresh memory costs a CPU more than the softmax does."""
+        rows = self.labels.shape[0]
+        if dtype not in self._rooms:
+            self._rooms[dtype] = self.labels.new_empty(rows * self.pieces[0].stop, dtype=dtype)
+        columns = piece.stop - piece.start
+        return self._rooms[dtype][: rows * columns].view(rows, columns)
+
+    def logits(self, piece: slice) -> torch.Tensor:
+        (hidden, weight), *more = self.parts
+        product = self._room(piece, hidden.dtype)
+        torch.mm(hidden, weight[piece].t().to(hidden.dtype), out=product)
+        z = self.as_type(product, piece, torch.float32)
+        for hidden, weight in more:
+            z += hidden @ weight[piece].t()
+        return z if self.soft.cap is None else z.div_(self.soft.cap).tanh_().mul_(self.soft.cap)
+
+    def as_type(self, numbers: torch.Tensor, piece: slice, dtype: torch.dtype) -> torch.Tensor:
+        return numbers if numbers.dtype is dtype else self._room(piece, dtype).copy_(numbers)
+
+    def at_target(self, piece: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N, 1) column of each row's label in this piece, and whether it is there: no wait for the device."""
+        inside = (self.labels >= piece.start) & (self.labels < piece.stop)
+        return (self.labels - piece.start).clamp(0, piece.stop - piece.start - 1)[:, None], inside
+
+    def losses(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Each row's loss (N,), the log of its denominator, and the logits where one piece is all of them."""
+        rows, smoothing = self.labels.shape[0], self.soft.smoothing
+        log_sum = self.labels.new_full((rows,), -torch.inf, dtype=torch.float32)
+        # A label outside the vocabulary stays NaN, and is seen.
+        target, total = torch.full_like(log_sum, torch.nan), torch.zeros_like(log_sum)
+        here, few = torch.empty_like(log_sum), max(1, rows // 16)
+        for piece in self.pieces:
+            z = self.logits(piece)
+            column, inside = self.at_target(piece)
+            target = torch.where(inside, z.gather(1, column).squeeze(1), target)
+            for some, to in zip(z.split(few), here.split(few), strict=True):
+                torch.logsumexp(some, dim=1, out=to)  # it copies what it is given
+            log_sum = torch.logaddexp(log_sum, here)
+            if smoothing:
+                total += z.sum(dim=1)
+        expected = target if not smoothing else (1 - smoothing) * target + smoothing / self.vocab * total
+        loss = torch.where(self.labels != IGNORED, log_sum - expected, 0.0)
+        return loss, log_sum, z if len(self.pieces) == 1 else None
+
+    def gradients(
+        self, log_sum: torch.Tensor, z: torch.Tensor | None, needed: Sequence[bool], mantissa: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """Of the sum of the losses divided by `mantissa`, for each tensor of `parts` in turn: fp32 for (N, k), the weight's
+        own type for (V, k)."""
+        counted = (self.labels != IGNORED)[:, None] / mantissa
+        # Softmax minus target is of the order of 1 and fits 16 bits; divided by the step's tokens it would vanish in
+        # fp16. So only the denominator's mantissa is divided by here, before the rounding, and its power of two, which
+        # rounds nothing, in the backward pass, where the loss scale is known too.
+        found: list[torch.Tensor | None] = []
+        for (hidden, weight), of_hidden, of_weight in zip(self.parts, needed[::2], needed[1::2], strict=True):
+            found.append(hidden.new_zeros(hidden.shape, dtype=torch.float32) if of_hidden else None)
+            found.append(torch.empty_like(weight) if of_weight else None)
+        shrunk = [hidden * FP16_ROOM if hidden.dtype is torch.float16 else hidden for hidden, _ in self.parts]
+        cap, smoothing = self.soft.cap, self.soft.smoothing
+        for piece in self.pieces:
+            z = self.logits(piece) if z is None else z
+            slope = None if cap is None else 1 - (z / cap).square()
+            z.sub_(log_sum[:, None]).exp_()
+            column, inside = self.at_target(piece)
+            z.scatter_add_(1, column, -(1 - smoothing) * inside[:, None].float())
+            if smoothing:
+                z.sub_(smoothing / self.vocab)
+            if slope is not None:
+                z.mul_(slope)
+            z.mul_(counted)
+            for i, (hidden, _) in enumerate(self.parts):
+                if found[2 * i + 1] is not None:
+                    found[2 * i + 1][piece] = self.as_type(z, piece, hidden.dtype).t() @ shrunk[i]
+            # A label's own share is most of a row's gradient: apart and in fp32, so that what a piece rounds is small.
+            own = torch.where(inside[:, None], z.gather(1, column), 0.0)
+            z.scatter_add_(1, column, -own)
+            for i, (hidden, weight) in enumerate(self.parts):
+                if found[2 * i] is not None:
+                    found[2 * i] += self.as_type(z, piece, hidden.dtype) @ weight[piece]
+                    found[2 * i].addcmul_(own, weight[piece][column.squeeze(1)])
+            z = None
+        return found
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor, step: int
+        ctx, labels: torch.Tensor, denominator: torch.Tensor, step: int, soft: Softening, *tensors: torch.Tensor
     ):
-        rows, vocab = hidden.shape[0], weight.shape[0]
-        counted = labels != IGNORED
-        pieces = [slice(start, min(start + step, vocab)) for start in range(0, vocab, step)]
-
-        def logits(piece: slice) -> torch.Tensor:
-            return (hidden @ weight[piece].t()).float()
-
-        def at_target(piece: slice) -> tuple[torch.Tensor, torch.Tensor]:
-            """(N, 1) column of each row's label in this piece, and whether it is there: no wait for the device."""
-            inside = (labels >= piece.start) & (labels < piece.stop)
-            return (labels - piece.start).clamp(0, piece.stop - piece.start - 1)[:, None], inside
-
-        log_sum = hidden.new_full((rows,), -torch.inf, dtype=torch.float32)
-        target = hidden.new_full(
-            (rows,), torch.nan, dtype=torch.float32
-        )  # a label outside the vocabulary stays NaN, and is seen
-        for piece in pieces:
-            z = logits(piece)
-            column, inside = at_target(piece)
-            target = torch.where(inside, z.gather(1, column).squeeze(1), target)
-            log_sum = torch.logaddexp(log_sum, torch.logsumexp(z, dim=1))
-            z = z if len(pieces) == 1 else None  # let go before the next piece is made
-        loss = torch.where(counted, log_sum - target, 0.0).sum() / denominator
-
-        grad_hidden = grad_weight = None
-        if any(ctx.needs_input_grad[:2]):
-            # Softmax minus target is of the order of 1 and fits 16 bits; divided by the step's tokens it would vanish in
-            # fp16. So the division, and the loss scale, come in the backward pass, where both are known.
-            shrunk = hidden * FP16_ROOM if hidden.dtype is torch.float16 else hidden
-            grad_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32)
-            grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-            for piece in pieces:
-                z = logits(piece) if z is None else z
-                z.sub_(log_sum[:, None]).exp_()
-                column, inside = at_target(piece)
-                z.scatter_add_(1, column, -inside[:, None].float())
-                z.mul_(counted[:, None])
-                z = z.to(hidden.dtype)
-                grad_hidden += z @ weight[piece]
-                if grad_weight is not None:
-                    grad_weight[piece] = z.t() @ shrunk
-                z = None
-        ctx.grads, ctx.denominator, ctx.dtype = (grad_hidden, grad_weight), denominator, hidden.dtype
-        return loss
+        walk = _Walk(list(zip(tensors[::2], tensors[1::2], strict=True)), labels, step, soft)
+        losses, log_sum, z = walk.losses()
+        needed = ctx.needs_input_grad[4:]
+        mantissa, ctx.exponent = torch.frexp(denominator)
+        ctx.grads = walk.gradients(log_sum, z, needed, mantissa) if any(needed) else None
+        ctx.dtypes = [hidden.dtype for hidden in tensors[::2]]
+        return losses.sum() / denominator
 
     @staticmethod
     def backward(ctx, grad_loss: torch.Tensor):
         if ctx.grads is None:
             raise RuntimeError("the chunked loss keeps its gradients for one backward pass")
-        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None
-        factor = grad_loss / ctx.denominator
-        if grad_weight is not None:
-            grad_weight.mul_(factor / FP16_ROOM if ctx.dtype is torch.float16 else factor)
-        return grad_hidden.mul_(factor).to(ctx.dtype), grad_weight, None, None, None
+        grads, ctx.grads = ctx.grads, None
+        factor = torch.ldexp(grad_loss, -ctx.exponent)
+        for i, grad in enumerate(grads):
+            dtype = ctx.dtypes[i // 2]
+            if grad is not None and i % 2 == 0:
+                grads[i] = grad.mul_(factor).to(dtype)
+            elif grad is not None:
+                grad.mul_(factor / FP16_ROOM if dtype is torch.float16 else factor)
+        return None, None, None, None, *grads
 
 
-def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator=None,
-              elements: int = LOSS_ELEMENTS) -> torch.Tensor:  # fmt: skip
+def _step(rows: int, vocab: int, elements: int) -> int:
+    return max(256, min(vocab, elements // max(1, rows)))
+
+
+def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator=None, elements: int = LOSS_ELEMENTS,
+              soft: Softening = Softening(), adapter: Pair | None = None) -> torch.Tensor:  # fmt: skip
     """Cross entropy of `hidden @ weight.T` against `labels`, summed over the counted rows and divided.
 
     Args:
@@ -91,47 +174,181 @@ def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, 
         labels: (N,); rows of -100 do not count.
         denominator: what the sum is divided by; the number of counted rows when not given.
         elements: how many logits may exist at a time.
+        adapter: (N, r) and (V, r), whose product is added to the logits.
 
     Returns:
-        A scalar in fp32. Gradients flow to `hidden` and `weight`.
+        A scalar in fp32. Gradients flow to whatever of hidden, weight and adapter wants them.
     """
     if denominator is None:
         denominator = (labels != IGNORED).sum().clamp(min=1)
     denominator = torch.as_tensor(denominator, device=hidden.device).float()
-    step = max(256, min(weight.shape[0], elements // max(1, hidden.shape[0])))
-    return _HeadLoss.apply(hidden, weight, labels, denominator, step)
+    step = _step(hidden.shape[0], weight.shape[0], elements)
+    return _HeadLoss.apply(labels, denominator, step, soft, hidden, weight, *(adapter or ()))
 
 
-def use_chunked_loss(model: nn.Module) -> None:
+@torch.no_grad()
+def head_nll(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, elements: int = LOSS_ELEMENTS,
+             soft: Softening = Softening(), adapter: Pair | None = None) -> torch.Tensor:  # fmt: skip
+    """Each row's negative log likelihood in nats, (N,) in fp32; 0 where the label is -100. The arguments of `head_loss`."""
+    parts = [(hidden, weight), *([adapter] if adapter else [])]
+    return _Walk(parts, labels, _step(hidden.shape[0], weight.shape[0], elements), soft).losses()[0]
+
+
+# ---------------------------------------------------------------------------------------- in a model
+
+
+class Head:
+    """A causal language model's head, which can be asked for the loss, or for each token's, in place of its logits.
+
+    It is still called as a module, so that ZeRO-3 makes its weight whole around the call. What it returns goes where the
+    logits would; a cap on the logits that the model would put on it is taken over.
+    """
+
+    def __init__(self, model: nn.Module):
+        """
+        Raises:
+            ValueError: this head, or what the model does with its logits, is not known here.
+        """
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.module = self.model.get_output_embeddings()
+        trained = getattr(self.module, "modules_to_save", None)  # peft's copy of a head that is trained as a whole
+        if trained is not None:
+            self.module = trained[self.module.active_adapters[0]]
+        self.adapter = _adapter_of(self.module)
+        self.base = self.module.base_layer if self.adapter else self.module
+        if getattr(self.base, "bias", None) is not None:
+            raise ValueError("a head with a bias has no chunked loss")
+        config = self.model.config
+        for name in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
+            if getattr(config, name, None) not in (None, 1, 1.0):
+                raise ValueError(f"the model changes its logits by {name}, which the chunked loss does not know")
+        self.cap = getattr(config, "final_logit_softcapping", None)
+        self.smoothing = 0.0
+        self.in_training = False
+        self._labels: torch.Tensor | None = None
+        self._items = None
+        self._each = False
+        self._install()
+
+    # ------------------------------------------------------------------------------------ what is asked for
+
+    def use_for_training(self, smoothing: float = 0.0) -> None:
+        self.in_training, self.smoothing = True, smoothing
+
+    @contextlib.contextmanager
+    def scoring(self, labels: torch.Tensor) -> Iterator[None]:
+        """Inside, a call of the model without labels returns as `logits` each position's negative log likelihood of the
+        next label, (B, T) in fp32; 0 at the last position and where there is no target."""
+        self._labels, self._each = labels, True
+        try:
+            yield
+        finally:
+            self._labels, self._each = None, False
+
+    # ------------------------------------------------------------------------------------------ how it is done
+
+    def _install(self) -> None:
+        usual, plain = self.model.loss_function, self.module.forward
+
+        def before(module, args, kwargs):
+            if self._each:
+                pass
+            elif self.in_training and kwargs.get("labels") is not None and torch.is_grad_enabled():
+                self._labels, self._items = kwargs["labels"], kwargs.get("num_items_in_batch")
+            else:
+                self._labels = None
+            if self._labels is not None and self.cap is not None:
+                module.config.final_logit_softcapping = None  # done here
+
+        def after(module, args, kwargs, output):
+            if self.cap is not None:
+                module.config.final_logit_softcapping = self.cap
+            if not self._each:
+                self._labels = self._items = None
+
+        def forward(module, hidden, *args, **kwargs):
+            return plain(hidden, *args, **kwargs) if self._labels is None else self._asked(hidden)
+
+        def loss(logits, *args, **kwargs):
+            return logits if self._labels is not None and not self._each else usual(logits, *args, **kwargs)
+
+        self.module.forward = types.MethodType(forward, self.module)
+        self.model.register_forward_pre_hook(before, with_kwargs=True)
+        self.model.register_forward_hook(after, with_kwargs=True, always_call=True)
+        self.model.loss_function = loss
+
+    def _asked(self, hidden: torch.Tensor) -> torch.Tensor:
+        shape, flat = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1])
+        labels = nn.functional.pad(self._labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1).to(flat.device)
+        soft = Softening(0.0 if self._each else self.smoothing, self.cap)
+
+        if torch.is_autocast_enabled(flat.device.type):  # weights are cast piece by piece, in the products
+            flat = flat.to(torch.get_autocast_dtype(flat.device.type))
+
+        def answer(adapter: Pair | None = None) -> torch.Tensor:
+            if self._each:
+                return head_nll(flat, self.base.weight, labels, soft=soft, adapter=adapter).view(shape)
+            return head_loss(flat, self.base.weight, labels, self._items, soft=soft, adapter=adapter)
+
+        if not self.adapter:
+            return answer()
+        if self.module.disable_adapters or self.module.merged:
+            return _inside(self.base, answer)
+        (name,) = self.adapter
+        down, up = self.module.lora_A[name], self.module.lora_B[name]
+        low = down(self.module.lora_dropout[name](flat.to(down.weight.dtype))) * self.module.scaling[name]
+        return _inside(self.base, lambda: _inside(up, lambda: answer((low, up.weight))))
+
+
+def _inside(module: nn.Module, then: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`then()` in the place of the module's own computation, where ZeRO-3 has made its weight whole."""
+    own = module.__dict__.get("forward")
+    module.forward = lambda *_: then()
+    try:
+        return module(next(module.parameters()))
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _adapter_of(head: nn.Module) -> list[str]:
+    """Names of the LoRA adapters on a head.
+
+    Raises:
+        ValueError: a kind, or a number of them, that the chunked loss does not know.
+    """
+    if not hasattr(head, "lora_A") or not hasattr(head, "base_layer"):
+        return []
+    names = list(head.active_adapters)
+    if len(names) != 1 or getattr(head, "use_dora", {}).get(names[0]):
+        raise ValueError("the chunked loss knows one LoRA adapter on the head, and no DoRA")
+    return names
+
+
+def use_smoothed_loss(model: nn.Module, smoothing: float) -> None:
+    """The usual loss, with all its logits, of smoothed labels."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+        targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1).to(logits.device)
+        count = (targets != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        total = nn.functional.cross_entropy(logits.float().reshape(-1, vocab_size), targets, ignore_index=IGNORED,
+                                            label_smoothing=smoothing, reduction="sum")  # fmt: skip
+        return total / torch.as_tensor(count, device=total.device)
+
+    base.loss_function = loss
+
+
+def use_chunked_loss(model: nn.Module, smoothing: float = 0.0) -> Head:
     """Let a causal language model of transformers compute its training loss by `head_loss`.
 
-    The head is still called as a module, so that ZeRO-3 gathers its weight around the call; it returns the loss where
-    the logits would be. Without labels (evaluation, generation) nothing is changed.
+    Without labels (generation) nothing is changed.
+
+    Raises:
+        ValueError: the head is of a kind that has no chunked loss.
     """
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        raise ValueError("a head with a bias has no chunked loss")
-    plain = head.forward
-    asked: dict = {}
-
-    def remember(module, args, kwargs):
-        asked.clear()
-        if kwargs.get("labels") is not None and torch.is_grad_enabled():
-            asked.update(labels=kwargs["labels"], items=kwargs.get("num_items_in_batch"))
-
-    def forward(self, hidden):
-        if not asked:
-            return plain(hidden)
-        labels = nn.functional.pad(asked["labels"], (0, 1), value=IGNORED)[..., 1:].reshape(-1)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        if torch.is_autocast_enabled(flat.device.type):
-            flat = flat.to(torch.get_autocast_dtype(flat.device.type))
-        return head_loss(flat, self.weight, labels.to(flat.device), asked["items"])
-
-    def loss(logits, labels=None, **kwargs):
-        return logits  # it is the loss already
-
-    usual = model.loss_function
-    head.forward = types.MethodType(forward, head)
-    model.register_forward_pre_hook(remember, with_kwargs=True)
-    model.loss_function = lambda *args, **kwargs: (loss if asked else usual)(*args, **kwargs)
+    head = Head(model)
+    head.use_for_training(smoothing)
+    return head

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .data.sources import Corpus
     from .data.stream import StreamedBlocks
     from .data.tokenise import Encoder
+    from .losses import Head
 
 log = logging.getLogger(__name__)
 
@@ -299,6 +300,24 @@ def prepare(task: _Task, plan: Plan) -> None:
         )
 
 
+def _head(model: Any, config: Config, plan: Plan) -> Head | None:
+    """The model's head, set to the plan's loss; None where its logits cannot be done without."""
+    from .losses import Head, use_smoothed_loss
+
+    try:
+        head = Head(model)
+    except ValueError as error:
+        if plan.chunked_loss:
+            raise PlanError(f"train.loss=chunked: {error}; use train.loss=naive") from None
+        log.info("evaluation holds all logits: %s", error)
+        head = None
+    if plan.chunked_loss and head is not None:
+        head.use_for_training(config.train.label_smoothing)
+    elif config.train.label_smoothing:
+        use_smoothed_loss(model, config.train.label_smoothing)
+    return head
+
+
 def train(task: _Task, plan: Plan) -> None:
     """One rank's part of the run, from the prepared materials to the saved model folder."""
     import numpy as np
@@ -309,7 +328,6 @@ def train(task: _Task, plan: Plan) -> None:
 
     from .callbacks import RunLog, peak_memory_bytes
     from .export import CHECKED_BLOCKS, learn_to_stop, save_model_folder
-    from .losses import use_chunked_loss
     from .models import load_model, token_bytes
     from .report import plot_loss, read_metrics
     from .trainer import FineTuneTrainer, build_training_args
@@ -356,14 +374,13 @@ def train(task: _Task, plan: Plan) -> None:
     model = load_model(materials.model_source, config, plan, materials.tokenizer)
     if plan.strategy.stage == 3 and not all(hasattr(p, "ds_id") for p in model.parameters()):
         raise RunError("ZeRO-3 was planned, but the weights were loaded whole on every rank")
-    if plan.chunked_loss:
-        use_chunked_loss(model)
+    head = _head(model, config, plan)
     load_peak = _gathered(peak_memory_bytes("cpu"))
     if main:
         log.info("weights loaded: at most %.2f GiB of host memory per rank", max(load_peak) / GIB)
     bytes_of_token = np.array(token_bytes(materials.tokenizer, model.config.vocab_size))
     trainer = FineTuneTrainer(
-        config=config, plan=plan, model=model, args=args, train_dataset=materials.train, eval_blocks=materials.eval,
+        config=config, plan=plan, model=model, args=args, train_dataset=materials.train, eval_blocks=materials.eval, head=head,
         bytes_of_token=bytes_of_token, processing_class=materials.tokenizer,
     )  # fmt: skip
     if materials.eval is not None and task.checkpoint is None:

@@ -14,6 +14,7 @@ from . import evaluation
 from .config import Config
 from .data.blocks import Blocks, collate
 from .errors import RunError
+from .losses import Head
 from .models import check_loading_info
 from .planner import Plan, warmup_steps
 from .schedules import build_scheduler
@@ -78,10 +79,11 @@ def build_training_args(config: Config, plan: Plan, run_dir: Path, total_steps: 
 class FineTuneTrainer(Trainer):
     """`Trainer` with the recipe's learning-rate curve and a perplexity that does not depend on the batch size."""
 
-    def __init__(self, *, config: Config, plan: Plan, bytes_of_token: np.ndarray, eval_blocks: Blocks | None, **kwargs):
+    def __init__(self, *, config: Config, plan: Plan, bytes_of_token: np.ndarray, eval_blocks: Blocks | None,
+                 head: Head | None = None, **kwargs):  # fmt: skip
         collator = functools.partial(collate, lengths=evaluation.needs_lengths(kwargs["model"]))
         super().__init__(data_collator=collator, eval_dataset=eval_blocks, **kwargs)
-        self.config, self.plan = config, plan
+        self.config, self.plan, self.head = config, plan, head
         self.eval_blocks, self.bytes_of_token = eval_blocks, bytes_of_token
         self.last_block_nll: np.ndarray | None = None
         self.target_tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
@@ -173,7 +175,7 @@ class FineTuneTrainer(Trainer):
         with self.autocast_smart_context_manager():
             self.last_block_nll = evaluation.block_nll(
                 self.model_wrapped, self.eval_blocks, self.args.per_device_eval_batch_size, self.args.device,
-                self.args.process_index, self.args.world_size,
+                self.args.process_index, self.args.world_size, self.head,
             )  # fmt: skip
         figures = evaluation.summarise(self.last_block_nll, self.eval_blocks, self.bytes_of_token)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}

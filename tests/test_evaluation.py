@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepseek_ft.evaluation import block_nll, summarise
+from deepseek_ft.losses import Head
 
 CPU = torch.device("cpu")
 
@@ -65,6 +66,14 @@ def test_ranks_share_the_blocks_and_run_equally_often(model, world_size, monkeyp
         parts.append(block_nll(counting, data, 3, CPU, rank, world_size))
     assert len(set(calls)) == 1
     assert sum(parts) == pytest.approx(block_nll(model, data, 8, CPU), abs=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_the_sum_is_the_same_without_logits(model, batch_size):
+    data = rows()
+    assert block_nll(model, data, batch_size, CPU, head=Head(model)) == pytest.approx(
+        [by_hand(model, r) for r in data], abs=1e-4
+    )
 
 
 def test_training_mode_is_put_back(model):
