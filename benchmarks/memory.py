@@ -51,7 +51,7 @@ class Case:
     accumulation: int = 1
     precision: str = "bf16"
     checkpointing: bool = True
-    chunked_loss: bool = False
+    loss: str = "naive"
     lora: tuple[str, ...] = ()
 
     @property
@@ -68,7 +68,7 @@ class Case:
             grad_accum_steps=self.accumulation,
             precision=self.precision,
             checkpointing=self.checkpointing,
-            chunked_loss=self.chunked_loss,
+            loss=self.loss,
             adapter=Adapter(16, self.lora) if self.lora else None,
             # What fake tensors stand for is a card; on real CPU ranks torch's attention is the CPU's.
             device="cuda" if self.strategy == "bare" else "cpu",
@@ -76,7 +76,7 @@ class Case:
         )
 
     def label(self) -> str:
-        loss = "chunked loss" if self.chunked_loss else "naive loss"
+        loss = f"{self.loss} loss"
         return (f"{self.model.removeprefix('deepseek-ai/')} | {self.strategy} x{self.ranks} | {self.micro_batch_size} x {self.seq_len} | "
                 f"{self.precision}{' checkpointed' if self.checkpointing else ''} | {loss}{' | LoRA' if self.lora else ''}"
                 f"{f' | accumulated {self.accumulation}' if self.accumulation > 1 else ''}")  # fmt: skip
@@ -120,10 +120,10 @@ FAKE = [
     Case("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", seq_len=2048, micro_batch_size=2),
     Case("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", seq_len=8192, lora=_ALL),
     Case("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", seq_len=1024, checkpointing=False),
-    Case("deepseek-ai/deepseek-llm-7b-base", seq_len=2048, micro_batch_size=8, chunked_loss=True),
-    Case("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", seq_len=4096, micro_batch_size=2, chunked_loss=True, lora=_ALL),
-    Case("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", seq_len=2048, micro_batch_size=16, chunked_loss=True),
-    Case("mini-v3", seq_len=2048, micro_batch_size=8, chunked_loss=True),
+    Case("deepseek-ai/deepseek-llm-7b-base", seq_len=2048, micro_batch_size=8, loss="chunked"),
+    Case("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", seq_len=4096, micro_batch_size=2, loss="chunked", lora=_ALL),
+    Case("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", seq_len=2048, micro_batch_size=16, loss="chunked"),
+    Case("mini-v3", seq_len=2048, micro_batch_size=8, loss="chunked"),
     Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=4096),
     Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=1024, micro_batch_size=4, checkpointing=False),
     Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=8192, micro_batch_size=2, change={"num_hidden_layers": 6}),
@@ -136,8 +136,8 @@ REAL = [
     Case("tiny-llama", "zero3", _MHA, ranks=3, micro_batch_size=4, seq_len=512, checkpointing=False),
     Case("tiny-llama", "zero3", _MHA, ranks=2, micro_batch_size=8, seq_len=512),
     Case("tiny-llama", "zero3", _MHA, ranks=2, micro_batch_size=2, seq_len=256, precision="fp32"),
-    Case("tiny-llama", "zero3", _MHA | {"vocab_size": 65536}, ranks=2, micro_batch_size=8, seq_len=512, chunked_loss=True),
-    Case("tiny-llama", "zero2", _MHA | {"vocab_size": 65536}, ranks=2, micro_batch_size=8, seq_len=512, chunked_loss=True),
+    Case("tiny-llama", "zero3", _MHA | {"vocab_size": 65536}, ranks=2, micro_batch_size=8, seq_len=512, loss="chunked"),
+    Case("tiny-llama", "zero2", _MHA | {"vocab_size": 65536}, ranks=2, micro_batch_size=8, seq_len=512, loss="chunked"),
     Case("tiny-qwen2", "zero2", _GQA, ranks=3, micro_batch_size=4, seq_len=256, accumulation=2),
     Case("tiny-qwen3", "zero3", _GQA, ranks=2, micro_batch_size=4, seq_len=512),
     Case("tiny-v2", "zero3", _MOE, ranks=2, micro_batch_size=4, seq_len=256),
@@ -244,7 +244,7 @@ def count_fake(case: Case, mode=None) -> int:
             torch.nn.Module.to = move
             torch.set_default_dtype(torch.float32)
         model.train()
-        if case.chunked_loss:
+        if case.loss == "chunked":
             use_chunked_loss(model.get_base_model() if case.lora else model)
         if case.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -316,7 +316,7 @@ def rank(spec: str) -> None:
                 AutoConfig.for_model(kind, **shape), dtype=load_dtype(config, plan)
             )
             model.config.use_cache = False
-            if case.chunked_loss:
+            if case.loss == "chunked":
                 use_chunked_loss(model)
             tokens = torch.randint(
                 0, shape["vocab_size"], (steps * case.accumulation * case.micro_batch_size * ranks, case.seq_len)

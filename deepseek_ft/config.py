@@ -185,9 +185,10 @@ class TrainConfig:
     global_batch_size: int | None = None
     """Blocks per optimizer step over all cards."""
     precision: str = _choice("bf16", "fp16", "fp32")
-    loss: str = _choice("auto", "naive", "chunked")
+    loss: str = _choice("auto", "naive", "chunked", "liger")
     """`chunked` never holds the logits of a whole micro-batch: the same loss in a fraction of the memory, for about a
-    quarter more time in the head. auto: chunked for vocabularies of 32,000 and more."""
+    quarter more time in the head. auto: chunked for vocabularies of 32,000 and more. `liger` does it by the kernels of the
+    package liger-kernel, which are held against float64 before the first step: for a GPU, and bf16 or fp32."""
     label_smoothing: float = 0.0
     """Share of each target that is spread evenly over the vocabulary; evaluation is without."""
     log_steps: int = 10

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .errors import RunError
 from .memory import LOSS_ELEMENTS
 
 IGNORED = -100
@@ -194,6 +195,74 @@ def head_nll(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, e
     return _Walk(parts, labels, _step(hidden.shape[0], weight.shape[0], elements), soft).losses()[0]
 
 
+# ------------------------------------------------------------------------------------- another's kernels
+
+
+def liger_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator=None, soft: Softening = Softening()
+) -> torch.Tensor:
+    """`head_loss` by Liger's Triton kernels (arXiv:2410.10989 §3.2): rows in pieces, not ids. For a GPU.
+
+    The gradient of the head is summed in fp32, which takes 4 bytes for each of its weights beside it: in 16 bits, as is
+    Liger's default, each piece of rows would round the sum anew.
+    """
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    if denominator is None:
+        denominator = (labels != IGNORED).sum().clamp(min=1)
+    denominator = torch.as_tensor(denominator, device=hidden.device).float()
+    total = liger_fused_linear_cross_entropy(
+        hidden, weight.to(hidden.dtype), labels, ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32,
+        label_smoothing=soft.smoothing, softcap=soft.cap,
+    )  # fmt: skip
+    return total / denominator
+
+
+def check_liger(
+    vocab: int, dtype: torch.dtype, device: torch.device, soft: Softening = Softening(), loss: Callable = liger_loss
+) -> None:
+    """Hold Liger's kernels, as this driver and compiler build them, against float64 and against `head_loss`.
+
+    A head of the vocabulary and 64 columns, 256 rows with some that do not count.
+
+    Args:
+        loss: what is held against them.
+
+    Raises:
+        RunError: the loss is off by more than 1e-5, or a gradient by more than 1e-6, and by twice what `head_loss` is.
+    """
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=random).to(device, dtype) for n in (256, vocab))
+    labels = torch.randint(0, vocab, (256,), generator=random).to(device)
+    labels[::7] = IGNORED
+
+    def answer(by: Callable, wide: bool = False) -> list[torch.Tensor]:
+        tensors = [x.to(torch.float64 if wide else dtype).requires_grad_() for x in (hidden, weight)]
+        value = by(*tensors)
+        value.backward()
+        return [value.detach().double(), *(x.grad.double() for x in tensors)]
+
+    def exact(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        z = hidden @ weight.t()
+        z = z if soft.cap is None else soft.cap * (z / soft.cap).tanh()
+        return nn.functional.cross_entropy(z, labels, ignore_index=IGNORED, label_smoothing=soft.smoothing)
+
+    true = answer(exact, wide=True)
+    theirs = answer(lambda h, w: loss(h, w, labels, soft=soft))
+    ours = answer(lambda h, w: head_loss(h, w, labels, soft=soft))
+    far = [float((a - b).norm() / b.norm()) for a, b in zip(theirs, true, strict=True)]
+    near = [float((a - b).norm() / b.norm()) for a, b in zip(ours, true, strict=True)]
+    allowed = [max(2 * error, least) for error, least in zip(near, (1e-5, 1e-6, 1e-6), strict=True)]
+    wrong = [f"{name} by {error:.1e}, allowed {most:.1e}" for name, error, most in
+             zip(("the loss", "the gradient of what enters the head", "the gradient of the head"), far, allowed, strict=True)
+             if not error <= most]  # fmt: skip
+    if wrong:
+        raise RunError(
+            f"Liger's loss over {vocab:,} ids in {str(dtype).removeprefix('torch.')} is not exact on this machine, relative to float64: "
+            f"{'; '.join(wrong)}. Use train.loss=chunked, or another version of liger-kernel or triton"
+        )
+
+
 # ---------------------------------------------------------------------------------------- in a model
 
 
@@ -225,6 +294,7 @@ class Head:
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.smoothing = 0.0
         self.in_training = False
+        self.by_liger = False
         self._labels: torch.Tensor | None = None
         self._items = None
         self._each = False
@@ -232,8 +302,17 @@ class Head:
 
     # ------------------------------------------------------------------------------------ what is asked for
 
-    def use_for_training(self, smoothing: float = 0.0) -> None:
-        self.in_training, self.smoothing = True, smoothing
+    def use_for_training(self, smoothing: float = 0.0, liger: bool = False) -> None:
+        """
+        Args:
+            liger: by `liger_loss`, which knows no adapter on the head.
+
+        Raises:
+            ValueError: there is one.
+        """
+        if liger and self.adapter:
+            raise ValueError("Liger's loss knows no adapter on the head")
+        self.in_training, self.smoothing, self.by_liger = True, smoothing, liger
 
     @contextlib.contextmanager
     def scoring(self, labels: torch.Tensor) -> Iterator[None]:
@@ -288,6 +367,8 @@ class Head:
         def answer(adapter: Pair | None = None) -> torch.Tensor:
             if self._each:
                 return head_nll(flat, self.base.weight, labels, soft=soft, adapter=adapter).view(shape)
+            if self.by_liger:
+                return liger_loss(flat, self.base.weight, labels, self._items, soft)
             return head_loss(flat, self.base.weight, labels, self._items, soft=soft, adapter=adapter)
 
         if not self.adapter:

@@ -75,8 +75,8 @@ class Workload:
     grad_accum_steps: int = 1
     precision: str = "bf16"
     checkpointing: bool = True
-    chunked_loss: bool = False
-    """The loss of `losses.head_loss`, which holds `LOSS_ELEMENTS` logits at a time."""
+    loss: str = "naive"
+    """naive | chunked (`losses.head_loss`, which holds `LOSS_ELEMENTS` logits at a time) | liger."""
     adapter: Adapter | None = None
     isolated: bool = False
     """Documents of a block do not see each other, by a mask: every attention but flash's needs one."""
@@ -204,7 +204,9 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
         name = "self_attn.kv_b_proj.weight"
         ops.append(Op("kv up", kept(latent, name), residual + e * (3 * q + up + latent), full(name)))
         if load.flash:
-            ops.append(Op("attention", e * (2 * q + up + out) + f * heads + load.mask, residual + e * (2 * out + 2 * q + up)))
+            ops.append(
+                Op("attention", e * (2 * q + up + out) + f * heads + load.mask, residual + e * (2 * out + 2 * q + up))
+            )
     else:
         names = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
         biases = tuple(n.replace("weight", "bias") for n in names)
@@ -217,7 +219,9 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
         if load.flash:
             if load.isolated:  # with a mask transformers repeats the heads that several queries share
                 k, v = heads * shape.qk_head_dim, heads * shape.v_head_dim
-            ops.append(Op("attention", e * (q + k + v + out) + f * heads + load.mask, residual + e * (2 * out + q + k + v)))
+            ops.append(
+                Op("attention", e * (q + k + v + out) + f * heads + load.mask, residual + e * (2 * out + q + k + v))
+            )
     if not load.flash:
         scores = f * heads * load.seq_len
         values = f * heads * shape.v_head_dim if e < f else e * w.get("self_attn.kv_b_proj.weight", (v,))[0]
@@ -418,6 +422,34 @@ def _gathered(load: Workload) -> tuple[float, dict[int, float]]:
     return at_loss, at_layer
 
 
+def _loss_bytes(load: Workload, gradient: float) -> tuple[float, float, float]:
+    """What the head's loss holds in its forward pass, in its backward pass, and beside the head's gradient at its end.
+
+    Args:
+        gradient: bytes of an element of the head's gradient; 0 where the head is not trained.
+    """
+    t, e, h, vocab = load.tokens, load.element, load.shape.hidden_size, load.shape.vocab_size
+    cast = e if e < FP32 else 0
+    of_head = gradient * vocab * h
+    if load.loss == "naive":
+        forward = t * vocab * (e + (FP32 if cast else 0) + FP32)  # logits, their fp32 copy, log-softmax
+        return forward, t * vocab * 3 * FP32, e * t * vocab  # log-softmax and two gradients
+    if load.loss == "liger":
+        # Rows are cut so that their logits take the room of what enters the head, up to a power of two of rows
+        # (liger_kernel/ops/fused_linear_cross_entropy.py); the head's gradient is summed in fp32, and cast at the end.
+        rows = min(t, 2 ** math.ceil(math.log2(max(1.0, t / math.ceil(vocab / h)))))
+        summed = FP32 * vocab * h if gradient else 0.0
+        forward = e * t * h + summed + max(e * rows * vocab + e * rows * h, of_head if cast else 0.0)
+        return forward, e * t * h + of_head, 0.0
+    # First the denominator: a piece of logits, in 16 bits and in fp32, and a sixteenth of it once more. Then such a piece
+    # and the gradients of the head and of what enters it, which stay until the backward pass.
+    columns = min(vocab, max(256, LOSS_ELEMENTS // t))
+    piece = (FP32 + cast) * t * columns
+    product = e * h * max(t, columns if gradient else 0)
+    forward = max(piece + FP32 * t * columns / 16, piece + FP32 * t * h + product + of_head)
+    return forward, FP32 * t * h + of_head, 0.0
+
+
 class _Step:
     """One optimizer step on one card: the moments that can be its fullest, each with everything that is alive then."""
 
@@ -482,19 +514,9 @@ class _Step:
 
     def loss(self) -> Iterator[tuple[str, dict[str, float]]]:
         load, t, e = self.load, self.t, self.load.element
-        h, vocab = load.shape.hidden_size, load.shape.vocab_size
+        h = load.shape.hidden_size
         trains_head = load.adapter is None
-        if not load.chunked_loss:
-            forward = t * vocab * (e + (FP32 if e < FP32 else 0) + FP32)  # logits, their fp32 copy, log-softmax
-            backward = t * vocab * 3 * FP32  # log-softmax and two gradients
-            left = e * t * vocab
-        else:
-            # First the denominator: a piece of logits in fp32 and a temporary. Then a piece, its 16-bit copy, and the
-            # gradients of the head and of what enters it, which stay until the backward pass.
-            piece = t * min(vocab, max(256, LOSS_ELEMENTS // t))
-            of_head = self.gradient * self.head * trains_head
-            forward = max(2 * FP32 * piece, (FP32 + e) * (piece + t * h) + of_head)
-            backward, left = FP32 * t * h + of_head, 0.0
+        forward, backward, left = _loss_bytes(load, self.gradient * trains_head)
         saved_casts = self.cast * (self.head + (0 if load.checkpointing else sum(self.sizes)))
         alive = {"activations": self.activations, "gathered_weights": e * self.at_loss}
         all_casts = self.cast * (self.head + sum(self.sizes))
@@ -633,10 +655,7 @@ def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
         each = e * h * size if load.checkpointing else sum(sum(op.saves for op in layer_tape(load, k)) for k in mine)
         loss = 0.0
         if last:
-            loss = t * shape.vocab_size * 3 * FP32
-            if load.chunked_loss:
-                piece = t * min(shape.vocab_size, max(256, LOSS_ELEMENTS // t))
-                loss = max(2 * FP32 * piece, (FP32 + e) * (piece + t * h))
+            loss = max(_loss_bytes(load, 0.0)[:2])  # the head's gradient is counted with the others
         yield f"stage {stage} of {p} ({size} layers)", {
             "weights": e * parameters, "gradients": e * parameters, "optimizer states": s.moment_bytes * parameters,
             "activations": flying * t * each, "working memory": t * working, "logits and loss": loss,

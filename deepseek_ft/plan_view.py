@@ -145,7 +145,7 @@ def headline(plan: Plan, config: Config) -> str:
     size = f", {count(plan.shape.parameters)} parameters" if plan.shape else ""
     active = plan.shape and plan.shape.active_parameters < plan.shape.parameters
     active_text = f" ({count(plan.shape.active_parameters)} per token)" if active else ""
-    loss = ", chunked loss" if plan.chunked_loss else ""
+    loss = "" if plan.loss == "naive" else f", {plan.loss} loss"
     return (f"{config.name}: {config.model.path}{size}{active_text}, {config.method.kind} fine-tune, {config.train.precision}, "
             f"blocks of {config.data.seq_len:,} tokens{loss}")  # fmt: skip
 

@@ -80,8 +80,8 @@ class Plan:
     micro_batch_size: int
     grad_accum_steps: int
     tokens_per_step: int
-    chunked_loss: bool
-    """Train with `losses.head_loss`, which never holds the logits of a whole micro-batch."""
+    loss: str
+    """naive, or one that never holds the logits of a whole micro-batch: chunked (`losses.head_loss`) or liger."""
     deepspeed: dict | None
     """The DeepSpeed config that Trainer gets, "auto" where it fills in the recipe's value."""
     ops: tuple[str, ...]
@@ -238,7 +238,7 @@ def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size:
         grad_accum_steps=accumulation,
         precision=config.train.precision,
         checkpointing=config.model.gradient_checkpointing,
-        chunked_loss=chunked_loss(config, shape),
+        loss=loss_of(config, shape),
         adapter=adapter_of(config, shape),
         isolated=config.data.isolate and not config.model.attention.startswith("flash"),
         device=hardware.device,
@@ -247,10 +247,10 @@ def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size:
     )
 
 
-def chunked_loss(config: Config, shape: ModelShape | None) -> bool:
+def loss_of(config: Config, shape: ModelShape | None) -> str:
     if config.train.loss == "auto":
-        return shape is not None and shape.vocab_size >= LARGE_VOCABULARY
-    return config.train.loss == "chunked"
+        return "chunked" if shape is not None and shape.vocab_size >= LARGE_VOCABULARY else "naive"
+    return config.train.loss
 
 
 def _forbidden(
@@ -582,7 +582,7 @@ def plan_run(
         micro_batch_size=micro,
         grad_accum_steps=accumulation,
         tokens_per_step=micro * accumulation * world_size * config.data.seq_len,
-        chunked_loss=chunked_loss(config, shape),
+        loss=loss_of(config, shape),
         deepspeed=ds,
         ops=ops,
         shape=shape,
@@ -787,7 +787,7 @@ def to_dict(plan: Plan) -> dict:
         "micro_batch_size",
         "grad_accum_steps",
         "tokens_per_step",
-        "chunked_loss",
+        "loss",
         "deepspeed",
     )
     return {

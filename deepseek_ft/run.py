@@ -27,6 +27,8 @@ from .report import RunResult
 from .shapes import fetch_config, find_shape
 
 if TYPE_CHECKING:
+    import torch
+
     from .data.blocks import Blocks
     from .data.chat import ChatForm
     from .data.sources import Corpus
@@ -112,6 +114,17 @@ def finetune(
 
 def _can_train(config: Config, plan: Plan) -> None:
     """What even --force does not start."""
+    if config.train.loss == "liger":
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise ConfigError("train.loss=liger needs the package liger-kernel, which is not installed: it runs on a GPU only. "
+                              "Install it (`pip install 'deepseek_ft[liger]'`), or use train.loss=chunked")  # fmt: skip
+        if plan.device != "cuda":
+            raise PlanError(
+                "train.loss=liger runs on a GPU only, and there is none; train.loss=chunked gives the same loss"
+            )
+        if config.train.precision == "fp16":
+            raise ConfigError("train.loss=liger sums the head's gradient before the loss scale is known, which fp16 cannot hold; use "
+                              "train.precision=bf16 or train.loss=chunked")  # fmt: skip
     if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise ConfigError("model.attention=flash_attention_2 needs the package flash-attn, which is not installed: it runs on a GPU "
                           "only. Install it (`pip install flash-attn --no-build-isolation`), or use model.attention=sdpa")  # fmt: skip
@@ -166,8 +179,9 @@ class _Task:
 
 
 def _decided(config: Config, plan: Plan) -> Config:
-    loss = "chunked" if plan.chunked_loss else "naive"
-    train = dataclasses.replace(config.train, grad_accum_steps=plan.grad_accum_steps, global_batch_size=None, loss=loss)
+    train = dataclasses.replace(
+        config.train, grad_accum_steps=plan.grad_accum_steps, global_batch_size=None, loss=plan.loss
+    )
     own_file = config.deepspeed is not None and plan.strategy.deepspeed
     return dataclasses.replace(
         config,
@@ -239,7 +253,9 @@ def open_data(config: Config, cache: Path, parts: Sequence[str]) -> tuple[Encode
     tokenizer = load_tokenizer(tokenizer_source(config, corpora["train"], cache))
     form = None
     if any(needs_form(corpora[part]) for part in parts):
-        form = choose_form(tokenizer, data.chat.form, config.model.path, data.chat.reasoning == "keep", data.chat.system)
+        form = choose_form(
+            tokenizer, data.chat.form, config.model.path, data.chat.reasoning == "keep", data.chat.system
+        )
         log.info("conversations are written in the form %s, %s turns are learnt", form.name, data.chat.learn)
     encoder = Encoder(tokenizer, form, data.special_tokens, data.code.fim_rate, data.code.spm_rate, config.seed)
     return encoder, corpora
@@ -300,21 +316,28 @@ def prepare(task: _Task, plan: Plan) -> None:
         )
 
 
-def _head(model: Any, config: Config, plan: Plan) -> Head | None:
+def _head(model: Any, config: Config, plan: Plan, device: torch.device) -> Head | None:
     """The model's head, set to the plan's loss; None where its logits cannot be done without."""
-    from .losses import Head, use_smoothed_loss
+    import torch
 
+    from .losses import Head, Softening, check_liger, use_smoothed_loss
+
+    smoothing, head = config.train.label_smoothing, None
     try:
         head = Head(model)
+        if plan.loss != "naive":
+            head.use_for_training(smoothing, liger=plan.loss == "liger")
     except ValueError as error:
-        if plan.chunked_loss:
-            raise PlanError(f"train.loss=chunked: {error}; use train.loss=naive") from None
+        if plan.loss != "naive":
+            raise PlanError(
+                f"train.loss={plan.loss}: {error}; use train.loss={'chunked' if head else 'naive'}"
+            ) from None
         log.info("evaluation holds all logits: %s", error)
-        head = None
-    if plan.chunked_loss and head is not None:
-        head.use_for_training(config.train.label_smoothing)
-    elif config.train.label_smoothing:
-        use_smoothed_loss(model, config.train.label_smoothing)
+    if plan.loss == "liger":
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
+        check_liger(model.config.vocab_size, dtype, device, Softening(smoothing, head.cap))
+    elif plan.loss == "naive" and smoothing:
+        use_smoothed_loss(model, smoothing)
     return head
 
 
@@ -374,7 +397,7 @@ def train(task: _Task, plan: Plan) -> None:
     model = load_model(materials.model_source, config, plan, materials.tokenizer)
     if plan.strategy.stage == 3 and not all(hasattr(p, "ds_id") for p in model.parameters()):
         raise RunError("ZeRO-3 was planned, but the weights were loaded whole on every rank")
-    head = _head(model, config, plan)
+    head = _head(model, config, plan, args.device)
     load_peak = _gathered(peak_memory_bytes("cpu"))
     if main:
         log.info("weights loaded: at most %.2f GiB of host memory per rank", max(load_peak) / GIB)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 import pytest
 import torch
+from conftest import ROOT, clean_environment, cli, run
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepseek_ft.losses import IGNORED, Head, Softening, head_loss, head_nll, use_chunked_loss, use_smoothed_loss
 from deepseek_ft.shapes import PRESETS
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import memory as bench
 
 
 def sample(dtype, rows=96, width=64, vocab=1000):
@@ -27,6 +35,10 @@ def gradients(loss, hidden, weight, labels):
 
 def usual(hidden, weight, labels):
     return torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, ignore_index=IGNORED)
+
+
+def usual_in_double(hidden, weight, labels):
+    return torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORED)
 
 
 @pytest.mark.parametrize(
@@ -270,3 +282,95 @@ def test_smoothed_labels_have_one_loss_with_and_without_logits():
         assert loss.item() > plain
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+# --------------------------------------------------------------------- what docs/benchmarks.md says of large vocabularies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [102_400, 151_936])
+def test_a_large_vocabulary_takes_a_quarter_of_the_memory(dtype, vocab):
+    """Every live byte over the inputs, at the size of the table (2,048 rows of 512), counted on tensors without numbers."""
+
+    def peak(loss):
+        live = bench.counter()
+        with FakeTensorMode(), live:
+            hidden, weight = (torch.zeros(n, 512, dtype=dtype, requires_grad=True) for n in (2048, vocab))
+            labels = torch.zeros(2048, dtype=torch.long)
+            inputs = live.now
+            loss(hidden, weight, labels).backward()
+            return live.peak - inputs
+
+    assert peak(head_loss) <= 0.25 * peak(usual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [32_256, 102_400, 151_936])
+def test_over_a_large_vocabulary_nothing_is_less_exact(dtype, vocab):
+    hidden, weight, labels = sample(dtype, rows=48, width=32, vocab=vocab)
+    exact = gradients(usual_in_double, hidden.double(), weight.double(), labels)
+    plain, ours = (gradients(loss, hidden, weight, labels) for loss in (usual, head_loss))
+    # Logits in 16 bits round alike in every way to the loss: in a sample as small as this by a little more than 1e-5.
+    assert abs(ours[0] - exact[0]) <= max(1e-5 * exact[0], 1.02 * abs(plain[0] - exact[0]))
+    for of_ours, of_plain, true in zip(ours[1:], plain[1:], exact[1:], strict=True):
+        assert (of_ours - true).norm() <= max(1.02 * (of_plain - true).norm(), 1e-6 * true.norm())
+    scored = head_nll(hidden, weight, labels).double().sum() / (labels != IGNORED).sum()
+    assert scored.item() == pytest.approx(ours[0], rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------- Liger's kernels
+
+LIGER = """
+import sys, torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+from deepseek_ft.errors import RunError
+from deepseek_ft.losses import IGNORED, Head, Softening, check_liger, liger_loss
+
+cpu = torch.device("cpu")
+for dtype in (torch.float32, torch.bfloat16):
+    check_liger(1500, dtype, cpu)
+check_liger(1500, torch.float32, cpu, Softening(0.1))  # the interpreter cannot run a cap
+
+def in_bf16(hidden, weight, labels, soft):  # a sum that is rounded at each step, as in other libraries
+    z = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORED, reduction="none")
+    return z.to(torch.bfloat16).cumsum(0)[-1].float() / (labels != IGNORED).sum()
+
+try:
+    check_liger(1500, torch.bfloat16, cpu, loss=in_bf16)
+except RunError as error:
+    assert "the loss by" in str(error) and "train.loss=chunked" in str(error), error
+else:
+    sys.exit("a loss that is rounded passed")
+
+torch.manual_seed(0)
+shape = dict(vocab_size=1500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+ids = torch.randint(0, 1500, (2, 24))
+labels = ids.clone()
+labels[:, :5] = IGNORED
+for tied in (False, True):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape, tie_word_embeddings=tied))
+    head, found = Head(model), []
+    for liger in (False, True):
+        head.use_for_training(0.1, liger=liger)
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(31)).loss
+        loss.backward()
+        found.append([loss.detach()] + [p.grad.clone() for p in model.parameters()])
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-6)
+print("same")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel, of the extra `liger`")
+def test_ligers_kernels_give_the_same_loss_and_gradients_and_are_held_against_float64(tmp_path):
+    """Triton's interpreter runs the kernels without a card; how they are compiled for one is checked at each start."""
+    done = run(sys.executable, "-c", LIGER, cwd=tmp_path, env=clean_environment(TRITON_INTERPRET="1"))
+    assert done.returncode == 0 and done.stdout.endswith("same\n"), done.stdout[-3000:]
+
+
+def test_liger_is_refused_where_it_cannot_run(tmp_path, tiny_recipe):
+    done = cli("train", tiny_recipe, "train.loss=liger", cwd=tmp_path)
+    assert done.returncode == 2 and "train.loss=chunked" in done.stdout and "GPU only" in done.stdout
+    assert not (tmp_path / "runs").exists()

@@ -39,7 +39,7 @@ def load(strategy="zero3", shape=SEVEN, **more) -> Workload:
 
 FAST = [
     bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=1024, checkpointing=False, change={"num_hidden_layers": 8}),
-    bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=2048, chunked_loss=True, change={"num_hidden_layers": 8}),
+    bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=2048, loss="chunked", change={"num_hidden_layers": 8}),
     bench.Case(
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", seq_len=2048, change={"num_hidden_layers": 8}, lora=bench._ALL
     ),
@@ -47,7 +47,7 @@ FAST = [
         "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", seq_len=4096, change={"num_hidden_layers": 8, "vocab_size": 32000}
     ),
     bench.Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=2048, change={"num_hidden_layers": 6}),
-    bench.Case("mini-v3", seq_len=1024, micro_batch_size=4, checkpointing=False, chunked_loss=True),
+    bench.Case("mini-v3", seq_len=1024, micro_batch_size=4, checkpointing=False, loss="chunked"),
 ]
 
 
@@ -169,7 +169,7 @@ def test_loading_is_whole_on_every_rank_but_under_zero3():
 
 
 def test_the_naive_loss_is_twelve_bytes_a_logit():
-    naive, chunked = (estimate(load("zero3", seq_len=4096, chunked_loss=c)) for c in (False, True))
+    naive, chunked = (estimate(load("zero3", seq_len=4096, loss=name)) for name in ("naive", "chunked"))
     assert naive.gpu["logits and loss"] == 12 * 4096 * 102_400
     assert chunked.moments["loss, forward"] < naive.moments["loss, backward"] - 3 * GIB
 
@@ -230,7 +230,7 @@ workloads = st.builds(
     grad_accum_steps=st.integers(1, 8),
     precision=st.sampled_from(["bf16", "fp16", "fp32"]),
     checkpointing=st.booleans(),
-    chunked_loss=st.booleans(),
+    loss=st.sampled_from(["naive", "chunked", "liger"]),
     adapter=st.sampled_from([None, Adapter(16, ("q_proj", "o_proj"))]),
 )
 law = settings(max_examples=60, deadline=None)
