@@ -18,6 +18,8 @@ from .errors import RunError
 from .hardware import GIB
 from .report import duration
 
+GUESSING = 0.9
+"""Share of ln(ids) from which on a loss is no better than guessing."""
 _COUNTS = "deepseek_ft.json"  # in a checkpoint: what has been counted so far
 log = logging.getLogger(__name__)
 
@@ -110,12 +112,31 @@ class RunLog(TrainerCallback):
             with open(self.metrics_file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
             self._show(entry, state.max_steps)
+        self._check_start(entry)
         if not math.isfinite(entry.get("loss", 0.0)):
             optim, precision = self.trainer.config.optim, self.trainer.config.train.precision
             raise RunError(
                 f"the loss is {entry['loss']} at step {state.global_step}: nothing after this would be training.\n"
                 f"  Lower optim.lr ({optim.lr:g}), warm up longer, keep optim.max_grad_norm ({optim.max_grad_norm:g}) at 1"
                 + (", or use train.precision=bf16, which has the range that fp16 lacks" if precision == "fp16" else "")
+            )
+
+    def _check_start(self, entry: dict) -> None:
+        """Weights that were mixed up on the way in, or another model's tokenizer, start where guessing does, and train.
+
+        Raises:
+            RunError: before the first update, or at the first loss that is logged.
+        """
+        config, began = self.trainer.config, len(self.history) == 1 and self.resumed_from is None
+        loss = entry.get("eval_loss", entry.get("loss"))
+        if not began or loss is None or config.model.untrained or config.model.path.startswith("preset:"):
+            return
+        ids = self.trainer.model.config.vocab_size
+        if loss > GUESSING * math.log(ids):
+            raise RunError(
+                f"the loss starts at {loss:.2f}, and guessing among {ids:,} ids gives {math.log(ids):.2f}: {config.model.path} does not "
+                "know this text at all.\n  Either its weights or its tokenizer are not what it was trained with, or the text is not "
+                "what it should be (`deepseek-ft data show` shows it). If it was never trained: model.untrained=true"
             )
 
     def _show(self, e: dict, total: int) -> None:

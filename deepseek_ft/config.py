@@ -34,6 +34,8 @@ class ModelConfig:
     tokenizer: str | None = None
     """Hub id or folder; `train:<size>` trains a byte-level BPE on the training documents. null: the model's
     own, or for a preset one of the preset's vocabulary size trained on the spot."""
+    untrained: bool = False
+    """The weights at `path` are random, so a loss that starts at that of guessing is no sign of a mix-up."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more math for a fraction of the memory."""
     attention: str = _choice("sdpa", "eager", "flash_attention_2")

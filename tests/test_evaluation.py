@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepseek_ft.evaluation import block_nll, summarise
 from deepseek_ft.losses import Head
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import memory as bench
 
 CPU = torch.device("cpu")
 
@@ -74,6 +79,17 @@ def test_the_sum_is_the_same_without_logits(model, batch_size):
     assert block_nll(model, data, batch_size, CPU, head=Head(model)) == pytest.approx(
         [by_hand(model, r) for r in data], abs=1e-4
     )
+
+
+def test_evaluation_never_holds_the_logits_of_a_batch():
+    """16 rows of 512 tokens, eight at a time, over 32,768 ids: the logits of a batch would be 537 MB (casebook OOM-2)."""
+    config = AutoConfig.for_model("llama", vocab_size=32_768, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                  num_attention_heads=1, num_key_value_heads=1)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    head, live = Head(model), bench.counter()
+    with live:
+        block_nll(model, rows(targets=[511] * 16, length=512), 8, CPU, head=head)
+    assert live.peak < 300e6
 
 
 def test_training_mode_is_put_back(model):

@@ -96,6 +96,16 @@ def test_a_nan_loss_is_shown_and_ends_the_run(tmp_path):
     assert "NaN" in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_a_model_that_starts_where_guessing_does_is_not_trained(tmp_path):
+    """Weights that were mixed up on the way in look like this, and so does another model's tokenizer (casebook Z3-4)."""
+    of_a_folder = {"model.path": "somebody/model"}
+    with pytest.raises(RunError, match="guessing among 64 ids gives 4.16"):
+        trained(tmp_path / "a", model=tiny(), **of_a_folder)
+    trained(tmp_path / "b", model=tiny(), **of_a_folder, **{"model.untrained": True})
+    knows, _ = trained(tmp_path / "c", steps=40, **{"optim.lr": 1e-2})
+    trained(tmp_path / "d", model=knows.model, **of_a_folder)
+
+
 def test_norms_and_biases_are_not_decayed(tmp_path):
     trainer, _ = trained(tmp_path, **{"optim.weight_decay": 0.5})
     decayed, free = trainer.optimizer.param_groups
