@@ -68,6 +68,8 @@ class RunLog(TrainerCallback):
         self._learning_rate = self.trainer.optimizer.param_groups[0]["lr"]
 
     def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.routers is not None:
+            self.trainer.routers.end_step(updated=not self.trainer.accelerator.optimizer_step_was_skipped)
         self.step_seconds += time.perf_counter() - self._began
         if self._bar is not None:
             self._bar.update(1)
@@ -105,6 +107,11 @@ class RunLog(TrainerCallback):
                 * (state.max_steps - state.global_step),
             }
             self._marked_step, self._marked_seconds, self._marked_tokens = state.global_step, self.step_seconds, tokens
+            if self.trainer.routers is not None and (figures := self.trainer.routers.figures()) is not None:
+                entry |= figures.numbers
+                if state.is_world_process_zero:
+                    with open(self.metrics_file.with_name("experts.jsonl"), "a", encoding="utf-8") as file:
+                        file.write(json.dumps({"step": state.global_step} | figures.layers) + "\n")
         else:
             entry |= {k: v for k, v in logs.items() if k != "epoch"}
         self.history.append(entry)
@@ -146,6 +153,9 @@ class RunLog(TrainerCallback):
                 parts.append(f"grad {e['grad_norm']:.2f}")
             if e["tokens_per_second"]:
                 parts.append(f"{e['tokens_per_second']:,.0f} tok/s")
+            if "expert_load_max" in e:
+                idle = f" idle {e['experts_idle']:.0%}" if e["experts_idle"] else ""
+                parts.append(f"experts {e['expert_load_min']:.1f}-{e['expert_load_max']:.1f}x{idle}")
             parts += [f"mem {e['peak_memory_bytes'] / GIB:.1f} GiB", f"eta {duration(e['eta_seconds'])}"]
             line = " | ".join(parts)
             if self._bar is not None:

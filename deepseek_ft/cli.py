@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -290,11 +291,19 @@ def _worker(words: list[str]) -> int:
     try:
         return guard(lambda: worker(words[0], words[-1]))
     except RuntimeError as error:
+        if launch.timed_out(error):
+            return guard(functools.partial(_give_up, error))
         # When one rank dies the others' collectives break. Theirs is not the story.
         if not any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset", "gloo/transport")):
             raise
         print(f"rank {os.environ.get('RANK', 0)} lost its connection to another rank", file=sys.stderr)
         return 1
+
+
+def _give_up(error: RuntimeError) -> None:
+    from . import launch
+
+    raise RunError(f"{launch.STANDSTILL}\n  {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -53,6 +53,20 @@ class MethodConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Of a mixture of experts (docs/experts.md); a dense model refuses them."""
+
+    balance_loss: float | str | None = None
+    """Coefficient of the sequence-wise balance loss, or `config` for the one in the model's config.json; null: none.
+    V2-Lite's config.json says 0.001, the paper of V3 0.0001."""
+    bias_update_speed: float | None = None
+    """V3 only: by how much an expert's bias is moved after each step, against its load; null: it stays as it is.
+    DeepSeek trained V3 with 0.001."""
+    train_router: bool = True
+    """false: the routers' weights stay as they are."""
+
+
+@dataclass(frozen=True)
 class SourceConfig:
     source: str = "???"
     """A known name (see `KNOWN_SOURCES`); `files` for local files of any kind, recognised by their content; or a data
@@ -208,6 +222,7 @@ class Config:
     output_dir: str = "runs/${name}"
     model: ModelConfig = field(default_factory=ModelConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -277,6 +292,10 @@ OTHER_NAMES = {
     "overwrite_output_dir": "output_dir (an earlier run is never overwritten)",
     "logging_dir": "output_dir",
     "zero_stage": "strategy",
+    "router_aux_loss_coef": "experts.balance_loss",
+    "moe_aux_loss_coeff": "experts.balance_loss",
+    "aux_loss_alpha": "experts.balance_loss",
+    "moe_router_bias_update_rate": "experts.bias_update_speed",
     "num_gpus": "ranks",
     "gpus": "ranks",
 }
@@ -718,6 +737,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         "train.global_batch_size": train.global_batch_size, "train.log_steps": train.log_steps,
         "train.eval_steps": train.eval_steps, "train.save_steps": train.save_steps,
         "train.save_total_limit": train.save_total_limit, "optim.lr": optim.lr, "optim.eps": optim.eps,
+        "experts.bias_update_speed": config.experts.bias_update_speed,
         "ranks": config.ranks, "method.rank": config.method.rank, "data.shuffle_rows": data.shuffle_rows,
     }  # fmt: skip
     for key, value in positive.items():
@@ -739,6 +759,14 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"{key}: got {value}; it must be {'at least 0' if high > 1 else 'between 0 and 1'}"
     if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
         yield f"optim.betas: got {list(optim.betas)}; two numbers from 0 to below 1, such as [0.9, 0.999]"
+    balance = config.experts.balance_loss
+    if balance not in (None, "config") and not (isinstance(balance, float) and 0 < balance < float("inf")):
+        yield f"experts.balance_loss: got {balance!r}; a number above 0, `config`, or null for none"
+    if balance is not None and not config.experts.train_router:
+        yield "experts.balance_loss is for routers that learn, and experts.train_router is false; keep one"
+    if config.experts.bias_update_speed is not None and config.method.kind != "full":
+        yield (f"experts.bias_update_speed changes the model itself, which method.kind={config.method.kind} leaves as it is and does "
+               "not save; set it to null")  # fmt: skip
     if data.seq_len == 1:
         yield "data.seq_len: got 1; a block of one token has no next token to predict"
 

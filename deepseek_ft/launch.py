@@ -263,6 +263,20 @@ def report_error(error: errors.DeepSeekFTError) -> bool:
     return True
 
 
+STANDSTILL = (
+    "a collective operation timed out: ranks waited for each other in vain. Either one of them stands still or is far behind "
+    "(its last lines are above; swapping, a slow disk), or they do not do the same: of a mixture of experts under ZeRO-3 that "
+    "is so when experts in a list are not gathered as a whole (docs/experts.md). py-spy dump --pid <rank> shows where a rank "
+    "waits; strategy=zero2 gathers no weights"
+)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a process group gave up waiting; in gloo's words or NCCL's."""
+    signs = ("Timed out waiting", "collective operation timeout", "Watchdog caught collective")
+    return any(sign in str(error) for sign in signs)
+
+
 def _wait(command: list[str], environment: dict[str, str]) -> int:
     # In a session of its own: Ctrl-C reaches this process alone, which then stops the others in order.
     in_notebook = "ipykernel" in sys.modules  # there, file descriptors 1 and 2 are not the cell's output
@@ -337,6 +351,8 @@ def main() -> int:
             sys.stderr.write(
                 f"rank {first} was ended by {signal.Signals(-code).name}; the other ranks have been stopped\n"
             )
+            if -code == signal.SIGABRT:  # how NCCL's watchdog ends a rank whose collective does not come back
+                sys.stderr.write(f"if NCCL's watchdog did it: {STANDSTILL}\n")
         elif code != 2:
             sys.stderr.write(f"rank {first} failed with exit code {code}; the other ranks have been stopped\n")
         return code if code > 0 else 1

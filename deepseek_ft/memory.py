@@ -78,6 +78,8 @@ class Workload:
     loss: str = "naive"
     """naive | chunked (`losses.head_loss`, which holds `LOSS_ELEMENTS` logits at a time) | liger."""
     adapter: Adapter | None = None
+    balance_loss: bool = False
+    """Of a mixture of experts: the logits of every router wait for it."""
     isolated: bool = False
     """Documents of a block do not see each other, by a mask: every attention but flash's needs one."""
     device: str = "cuda"
@@ -478,6 +480,10 @@ class _Step:
         trains = load.adapter is None
         last_norm = t * (FP32 * h + FP32 + (self.stream + e) * h * trains)
         mask = t * load.seq_len if load.isolated else 0  # as true and false, once for all layers
+        # Every router's logits, or their gradient, from the forward pass to the backward pass of its layer.
+        routers = [FP32 * shape.experts * t * (load.balance_loss and EXPERTS[0] in kind.weights)
+                   for kind in shape.kinds for _ in range(kind.count)]  # fmt: skip
+        self.kept = [kept + logits for kept, logits in zip(self.kept, routers, strict=True)]
         self.activations = sum(self.kept) + last_norm + self.rotary + mask
 
         # Plain PyTorch keeps whole gradients, ZeRO lets them go as they are sharded.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import deepspeed_config
 from . import ops as ops_module
-from .config import Config, resource_dir
+from .config import Config, ExpertsConfig, resource_dir
 from .errors import ConfigError, PlanError, listing
 from .hardware import GIB, Hardware, probe
 from .memory import Adapter, Memory, Workload, adapter_parameters, estimate, resident_bytes
@@ -222,6 +222,35 @@ def adapter_of(config: Config, shape: ModelShape) -> Adapter | None:
     return Adapter(method.rank, targets, quantized=method.kind == "qlora")
 
 
+def balance_coefficient(config: Config, shape: ModelShape | None) -> float | None:
+    """Of the routers' balance loss; None where there is none."""
+    wanted = config.experts.balance_loss
+    if wanted == "config":
+        return shape.balance_loss if shape is not None else None
+    return wanted
+
+
+def check_experts(config: Config, shape: ModelShape) -> None:
+    """
+    Raises:
+        ConfigError: options for a mixture of experts that this model has no use for; all of them at once.
+    """
+    asked, model, problems = config.experts, config.model.path, []
+    if not shape.experts:
+        usual = ExpertsConfig()
+        problems += [f"experts.{f.name}: {model} is a dense model, it has no router; leave it out"
+                     for f in dataclasses.fields(usual) if getattr(asked, f.name) != getattr(usual, f.name)]  # fmt: skip
+    else:
+        if asked.balance_loss == "config" and shape.balance_loss is None:
+            problems.append(f"experts.balance_loss=config: the config.json of {model} names neither aux_loss_alpha nor "
+                            "router_aux_loss_coef; give a number, such as 0.001")  # fmt: skip
+        if asked.bias_update_speed is not None and shape.model_type != "deepseek_v3":
+            problems.append(f"experts.bias_update_speed: {model} is a {shape.model_type} model, whose routers choose by their scores alone; "
+                            "only V3's add a bias to them. experts.balance_loss is what V2 was trained with")  # fmt: skip
+    if problems:
+        raise ConfigError(listing("the recipe and the model do not go together", problems))
+
+
 @lru_cache(maxsize=64)
 def _shipped(name: str) -> dict:
     return deepspeed_config.read(str(resource_dir("ds_configs") / f"{name}.json"))
@@ -240,6 +269,7 @@ def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size:
         checkpointing=config.model.gradient_checkpointing,
         loss=loss_of(config, shape),
         adapter=adapter_of(config, shape),
+        balance_loss=config.experts.balance_loss is not None,
         isolated=config.data.isolate and not config.model.attention.startswith("flash"),
         device=hardware.device,
         deepspeed=deepspeed,
@@ -525,6 +555,8 @@ def plan_run(
     """
     hardware = hardware or probe(config.output_dir)
     shape = find_shape(config.model.path, config.model.tokenizer)
+    if shape is not None:
+        check_experts(config, shape)
     world_size = _world_size(config, hardware, launched_ranks, config.strategy == "single")
     accumulation = _accumulation(config, world_size)
     batch = deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size)

@@ -24,7 +24,7 @@ from .errors import CheckpointError, ConfigError, DataError, PlanError, RunError
 from .hardware import GIB, probe
 from .planner import Plan, plan_run
 from .report import RunResult
-from .shapes import fetch_config, find_shape
+from .shapes import fetch_config, find_shape, shape_from_config
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .data.sources import Corpus
     from .data.stream import StreamedBlocks
     from .data.tokenise import Encoder
+    from .experts import Routers
     from .losses import Head
 
 log = logging.getLogger(__name__)
@@ -341,6 +342,21 @@ def _head(model: Any, config: Config, plan: Plan, device: torch.device) -> Head 
     return head
 
 
+def _routers(model: Any, config: Config, plan: Plan, tokenizer: Any) -> Routers | None:
+    """The routers of a mixture of experts, set to the recipe's options; None for a dense model."""
+    from .experts import Routers, freeze_routers
+
+    shape = plan.shape or shape_from_config(model.config.to_dict())
+    planner.check_experts(config, shape)  # of a model that was not known before its download
+    if not shape.experts:
+        return None
+    if not config.experts.train_router:
+        freeze_routers(model)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    routers = Routers(model, pad, planner.balance_coefficient(config, shape), config.experts.bias_update_speed)
+    return routers if routers.blocks else None
+
+
 def train(task: _Task, plan: Plan) -> None:
     """One rank's part of the run, from the prepared materials to the saved model folder."""
     import numpy as np
@@ -349,6 +365,7 @@ def train(task: _Task, plan: Plan) -> None:
     from transformers import set_seed
     from transformers.utils.logging import disable_progress_bar
 
+    from . import experts
     from .callbacks import RunLog, peak_memory_bytes
     from .export import CHECKED_BLOCKS, learn_to_stop, save_model_folder
     from .models import load_model, token_bytes
@@ -398,13 +415,16 @@ def train(task: _Task, plan: Plan) -> None:
     if plan.strategy.stage == 3 and not all(hasattr(p, "ds_id") for p in model.parameters()):
         raise RunError("ZeRO-3 was planned, but the weights were loaded whole on every rank")
     head = _head(model, config, plan, args.device)
+    routers = _routers(model, config, plan, materials.tokenizer)
+    if plan.strategy.stage == 3 and (leaves := experts.keep_whole(model)) and main:
+        log.info("ZeRO-3 gathers %s as a whole: its experts are modules in a list", ", ".join(leaves))
     load_peak = _gathered(peak_memory_bytes("cpu"))
     if main:
         log.info("weights loaded: at most %.2f GiB of host memory per rank", max(load_peak) / GIB)
     bytes_of_token = np.array(token_bytes(materials.tokenizer, model.config.vocab_size))
     trainer = FineTuneTrainer(
         config=config, plan=plan, model=model, args=args, train_dataset=materials.train, eval_blocks=materials.eval, head=head,
-        bytes_of_token=bytes_of_token, processing_class=materials.tokenizer,
+        routers=routers, bytes_of_token=bytes_of_token, processing_class=materials.tokenizer,
     )  # fmt: skip
     if materials.eval is not None and task.checkpoint is None:
         args.eval_on_start = True

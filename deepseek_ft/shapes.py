@@ -60,7 +60,7 @@ _V2_LITE = {"model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers
             "num_key_value_heads": 16, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
             "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512,
             "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400,
-            "max_position_embeddings": 163840, "torch_dtype": "bfloat16"}  # fmt: skip
+            "max_position_embeddings": 163840, "aux_loss_alpha": 0.001, "torch_dtype": "bfloat16"}  # fmt: skip
 _V3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
        "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
        "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
@@ -129,6 +129,8 @@ class ModelShape:
     max_positions: int
     dtype: str | None
     """Of the checkpoint, when the config says so."""
+    balance_loss: float | None = None
+    """Coefficient of the routers' balance loss, when the config names one."""
 
     @cached_property
     def layers(self) -> int:
@@ -336,6 +338,7 @@ def shape_from_config(c: Mapping[str, Any], where: str = "config.json") -> Model
         kinds=kinds,
         max_positions=c.get("max_position_embeddings") or 0,
         dtype=c.get("dtype") or c.get("torch_dtype"),
+        balance_loss=c.get("router_aux_loss_coef") or c.get("aux_loss_alpha"),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from . import evaluation
+from . import evaluation, experts
 from .config import Config
 from .data.blocks import Blocks, collate
 from .errors import RunError
@@ -80,10 +80,12 @@ class FineTuneTrainer(Trainer):
     """`Trainer` with the recipe's learning-rate curve and a perplexity that does not depend on the batch size."""
 
     def __init__(self, *, config: Config, plan: Plan, bytes_of_token: np.ndarray, eval_blocks: Blocks | None,
-                 head: Head | None = None, **kwargs):  # fmt: skip
+                 head: Head | None = None, routers: experts.Routers | None = None, **kwargs):  # fmt: skip
         collator = functools.partial(collate, lengths=evaluation.needs_lengths(kwargs["model"]))
         super().__init__(data_collator=collator, eval_dataset=eval_blocks, **kwargs)
         self.config, self.plan, self.head = config, plan, head
+        self.routers = routers
+        """None for a dense model."""
         self.eval_blocks, self.bytes_of_token = eval_blocks, bytes_of_token
         self.last_block_nll: np.ndarray | None = None
         self.target_tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
@@ -167,8 +169,26 @@ class FineTuneTrainer(Trainer):
         samples, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
         if targets is not None:
             self.target_tokens += targets
+        if self.routers is not None:
+            self.routers.begin_step(samples, self.args.device)
         self.tokens += sum(batch["input_ids"].numel() for batch in samples) * self.args.world_size
         return samples, targets
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """With the routers' balance loss, where the recipe asks for one."""
+        routers = self.routers
+        if routers is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with routers.watching(inputs):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if routers.balance is not None:
+            loss = loss + routers.balance_loss() * self.args.world_size  # gradients are averaged over the ranks
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, *args, **kwargs):
+        """The language-model loss, as it is reported; the balance loss is reported apart."""
+        loss = super().training_step(*args, **kwargs)
+        return loss if self.routers is None else self.routers.taken_off(loss, self.args.world_size)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """Token-weighted loss, perplexity and bits per byte of the held-out blocks; see `evaluation.summarise`."""
@@ -206,7 +226,7 @@ class FineTuneTrainer(Trainer):
 
         Raises:
             RunError: DeepSpeed is not in use, or stage, ranks, accumulation, clipping or precision are others. All of
-                these have happened in silence: an environment variable is enough.
+                these have happened in silence: an environment variable is enough. Or a mixture of experts would hang.
         """
         facts, plan, config = self.engine_facts(), self.plan, self.config
         expected = {"world_size": plan.world_size}
@@ -227,4 +247,8 @@ class FineTuneTrainer(Trainer):
         wrong = [f"{k} is {facts.get(k)}, planned {v}" for k, v in expected.items() if facts.get(k) != v]
         if wrong:
             raise RunError("what runs is not what was planned: " + "; ".join(wrong))
+        if plan.strategy.stage == 3:
+            experts.check_sharded(self.model)
+        if self.routers is not None:
+            self.routers.check()
         return facts
