@@ -223,6 +223,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """Of a mixture of experts: what is asked of its routers."""
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

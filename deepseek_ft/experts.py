@@ -107,7 +107,8 @@ def check_sharded(model: nn.Module) -> None:
 def freeze_routers(model: nn.Module) -> None:
     """Before the optimizer is made. A V3 router's bias is not a weight and may still be moved."""
     for block in find_blocks(model):
-        block.gate.requires_grad_(False)
+        if block.gate is not None:
+            block.gate.requires_grad_(False)
 
 
 # --------------------------------------------------------------------------------------------- arithmetic
@@ -184,10 +185,16 @@ class Routers:
         Args:
             balance: coefficient of the sequence-wise balance loss.
             speed: by how much V3's bias of an expert is moved after each step.
+
+        Raises:
+            RunError: one of them is asked for, and the model has no router that is known here.
         """
         self.blocks = [b for b in find_blocks(model) if type(b.gate).__name__ in _SCORES]
         self.pad_id, self.balance, self.speed = pad_id, balance, speed
         if not self.blocks:
+            if balance is not None or speed is not None:
+                raise RunError(f"{type(model).__name__} has no router of a kind that is known here ({', '.join(_SCORES)}): "
+                               "experts.balance_loss and experts.bias_update_speed cannot be had")  # fmt: skip
             return
         gate = self.blocks[0].gate
         self.experts, self.top_k, self.scoring = gate.num_experts, gate.top_k, _SCORES[type(gate).__name__]

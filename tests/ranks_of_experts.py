@@ -115,7 +115,8 @@ def main() -> None:
     from deepseek_ft.experts import check_sharded, keep_whole
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False, timeout=datetime.timedelta(seconds=15))
+    patience = datetime.timedelta(seconds=20 if sys.argv[1] == "bare" else 600)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False, timeout=patience)
     model = made(sys.argv[1])
     if sys.argv[1] != "bare":
         assert bool(keep_whole(model)) == (sys.argv[1] == "leaf")

@@ -103,3 +103,54 @@ def test_ranks_that_route_differently_give_the_curve_of_one_process(kind, models
     if kind == "v3":
         biases = [saved[f"{name}.gate.e_score_correction_bias"] for name in found_loads[-1]["layers"]]
         assert all(b.dtype is torch.float32 for b in biases) and [b.tolist() for b in biases] == found_loads[-1]["bias"]
+
+
+SHORT = ("data.seq_len=32", "data.eval=[]", "train.max_steps=5", "optim.lr=1e-3", "train.global_batch_size=6", *WORDS["v3"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [("strategy=ddp", "train.micro_batch_size=1", "model.gradient_checkpointing=true"),
+     ("strategy=zero2", "train.micro_batch_size=2"),
+     ("strategy=zero3", "train.micro_batch_size=1", "model.gradient_checkpointing=true", "train.loss=chunked")],
+    ids=["ddp-checkpointing-accumulated", "zero2", "zero3-checkpointing-accumulated-chunked-loss"],
+)  # fmt: skip
+def test_every_strategy_balances_alike(words, models, tiny_recipe, tmp_path):
+    model = f"model.path={models['v3']}"
+    single = train(tiny_recipe, model, *SHORT, "strategy=single", "train.micro_batch_size=6", cwd=tmp_path, timeout=900)
+    ranks = train(tiny_recipe, model, *SHORT, *words, "output_dir=runs/ranks", cwd=tmp_path, timeout=900)
+    (expected, loads), (found, found_loads) = logged(single), logged(ranks)
+    for key in ("loss", "balance_loss", "grad_norm"):
+        assert [m[key] for m in found] == pytest.approx([m[key] for m in expected], rel=1e-4), key
+    for mine, one in zip(found_loads, loads, strict=True):
+        assert (mine["load"], mine["bias"]) == (one["load"], one["bias"])
+
+
+def test_in_bf16_the_bias_keeps_its_small_steps(models, tiny_recipe, tmp_path):
+    """Under ZeRO-3 with layers computed twice, frozen routers, and a source whose other tensors must stay what they are."""
+    words = (f"model.path={models['v3']}", *SHORT[:-2], "experts.bias_update_speed=0.0001", "experts.train_router=false",
+             "model.gradient_checkpointing=true", "train.precision=bf16", "strategy=zero3", "train.micro_batch_size=1")  # fmt: skip
+    result = train(tiny_recipe, *words, cwd=tmp_path, timeout=900)
+    rows, loads = logged(result)
+    assert result["engine_facts"]["bf16"] and all(sum(row["load"][0]) == 6 * 32 * 2 for row in loads)
+    assert rows[-1]["expert_bias_max"] == pytest.approx(5e-4)  # some expert was always over the mean, or under it
+    saved = load_file(result["folder"] / "model" / "model.safetensors")
+    source = load_file(models["v3"] / "model.safetensors")
+    name = "model.layers.1.mlp.gate"
+    assert saved[f"{name}.e_score_correction_bias"].dtype is torch.float32
+    assert saved[f"{name}.e_score_correction_bias"].tolist() == loads[-1]["bias"][0]
+    assert torch.equal(saved[f"{name}.weight"].bfloat16(), source[f"{name}.weight"].bfloat16())
+    assert saved.keys() == source.keys()
+    moved = [k for k in saved if "experts" in k and not torch.equal(saved[k], source[k].bfloat16())]
+    assert moved
+
+
+@pytest.mark.parametrize("kind", ["v3", pytest.param("v2", marks=pytest.mark.slow)])
+def test_what_is_gathered_and_exported_is_bit_equal_to_what_was_read(kind, models, tiny_recipe, tmp_path):
+    """With a learning rate that moves no weight, files of DeepSeek's names go through ZeRO-3 on three ranks and come back the same."""
+    words = ("data.seq_len=32", "data.eval=[]", "train.max_steps=1", "optim.lr=1e-30", "train.global_batch_size=3")
+    result = train(tiny_recipe, f"model.path={models[kind]}", *words, "strategy=zero3", "train.micro_batch_size=1", cwd=tmp_path)
+    saved, source = (load_file(folder / "model.safetensors") for folder in (result["folder"] / "model", models[kind]))
+    assert saved.keys() == source.keys()
+    assert all(torch.equal(saved[name], source[name]) and saved[name].dtype == source[name].dtype for name in source)
