@@ -310,6 +310,17 @@ def test_the_bias_moves_against_the_load_and_is_saved(tmp_path):
         assert torch.equal(block.gate.e_score_correction_bias, bias)
 
 
+def test_a_step_that_the_optimizer_left_out_moves_no_bias():
+    model, ids = moe("v3"), torch.arange(1, 33).reshape(2, 16)
+    routers = Routers(model, PAD, speed=0.5)
+    for updated, moved in ((False, False), (True, True)):
+        with routers.watching({"input_ids": ids, "labels": ids}):
+            model(ids)
+        routers.end_step(updated=updated)
+        assert any(bias.abs().max() > 0 for bias in routers.biases) is moved
+    assert [sum(load) for load in routers.figures().layers["load"]] == [2 * 32 * 2] * 2  # and both steps are counted
+
+
 def test_a_bias_that_would_lose_small_steps_is_refused(tmp_path):
     model = moe("v3")
     model.model.layers[1].mlp.gate.to(torch.bfloat16)
