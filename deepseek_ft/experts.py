@@ -89,7 +89,8 @@ def check_sharded(model: nn.Module) -> None:
     blocks = find_blocks(model)
     config = getattr(model, "config", None)
     said = next((n for k in ("n_routed_experts", "num_local_experts", "num_experts") if (n := getattr(config, k, None))), 0)
-    if said and not blocks:
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    if said and not blocks and dense < getattr(config, "num_hidden_layers", dense + 1):
         raise RunError(
             f"the config of {type(model).__name__} speaks of {said} routed experts, and no module of the model holds any as "
             "`experts`: whether ranks that route differently would wait for each other under ZeRO-3 cannot be told. Use "

@@ -89,6 +89,7 @@ def test_blocks_are_those_with_experts_and_not_the_dense_layer(kind):
     assert type(model.model.layers[0].mlp) is not type(blocks[0].module)
     assert keep_whole(model) == []
     check_sharded(model)
+    check_sharded(moe(kind, layers=2, dense=2))
     assert find_blocks(tiny("llama")) == []
     check_sharded(tiny("llama"))
 
