@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from .checkpoints import read_json, write_json
 from .errors import RunError
 from .hardware import GIB
+from .precision import describe_types
 from .report import duration
 
 GUESSING = 0.9
@@ -47,13 +48,17 @@ class RunLog(TrainerCallback):
         self._bar = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.assert_planned()
+        facts = self.trainer.assert_planned()
+        if state.is_world_process_zero:
+            log.info("%s", describe_types(facts["precision"]))
         self.trainer.start_curve()
+        self.trainer.numbers.begin()
         self._first_step = self._marked_step = state.global_step
         if self.resumed_from is not None:
             counted = read_json(self.resumed_from / _COUNTS)
             self.trainer.target_tokens += counted.get("target_tokens", 0.0)
             self.trainer.tokens += counted.get("tokens", 0.0)
+            self.trainer.numbers.skipped = counted.get("skipped", 0)
             self.step_seconds = self._marked_seconds = counted.get("step_seconds", 0.0)
             self._marked_tokens = self.trainer.tokens
         self._first_seconds = self.step_seconds
@@ -81,25 +86,27 @@ class RunLog(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             counts = {"target_tokens": float(self.trainer.target_tokens), "tokens": self.trainer.tokens,
-                      "step_seconds": self.step_seconds}  # fmt: skip
+                      "skipped": self.trainer.numbers.skipped, "step_seconds": self.step_seconds}  # fmt: skip
             write_json(Path(args.output_dir, f"checkpoint-{state.global_step}", _COUNTS), counts)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "train_runtime" in logs:
             return
         entry = {"step": state.global_step, "epoch": round(state.epoch or 0.0, 4), "time": round(time.time(), 3)}
-        if "loss" in logs:
+        if "learning_rate" in logs:
             tokens = self.trainer.tokens
             steps, seconds = state.global_step - self._marked_step, self.step_seconds - self._marked_seconds
             rate = (tokens - self._marked_tokens) / seconds if seconds else None
             done = state.global_step - self._first_step
+            entry |= {"loss": logs["loss"]} if "loss" in logs else {}  # of the updates; where there was none, there is none
             entry |= {
-                "loss": logs["loss"],
                 "learning_rate": self._learning_rate,
                 "grad_norm": logs.get("grad_norm"),
                 "tokens_per_second": rate,
                 "tokens": int(tokens),
                 "target_tokens": int(self.trainer.target_tokens),  # waits for the device, as reading the loss already did
+                "skipped": self.trainer.numbers.skipped,
+                "loss_scale": self.trainer.numbers.loss_scale,
                 "step_seconds": seconds / max(1, steps),
                 "peak_memory_bytes": peak_memory_bytes(self.trainer.plan.device),
                 "eta_seconds": (self.step_seconds - self._first_seconds)
@@ -147,10 +154,13 @@ class RunLog(TrainerCallback):
             )
 
     def _show(self, e: dict, total: int) -> None:
-        if "loss" in e:
-            parts = [f"step {e['step']}/{total}", f"loss {e['loss']:.4f}", f"lr {e['learning_rate']:.1e}"]
+        if "learning_rate" in e:
+            loss = f"loss {e['loss']:.4f}" if "loss" in e else "loss none: no update"
+            parts = [f"step {e['step']}/{total}", loss, f"lr {e['learning_rate']:.1e}"]
             if e["grad_norm"] is not None:
                 parts.append(f"grad {e['grad_norm']:.2f}")
+            if e["skipped"]:
+                parts.append(f"skipped {e['skipped']}, scale {e['loss_scale']:g}")
             if e["tokens_per_second"]:
                 parts.append(f"{e['tokens_per_second']:,.0f} tok/s")
             if "expert_load_max" in e:

@@ -263,6 +263,26 @@ def _curve_conflict(ds: dict, config: Config, shipped: bool) -> str | None:
             f"say the same in the recipe, or use {'strategy=zero3' if shipped else 'the file without its scheduler block'}")  # fmt: skip
 
 
+def _scale_problems(ds: dict) -> list[str]:
+    """Loss scales that cannot be meant; the section is looked at whatever the precision, for a file outlives a recipe."""
+    fp16 = ds.get("fp16") or {}
+    found = []
+    if fp16.get("enabled") is True and (ds.get("bf16") or {}).get("enabled") is True:
+        found.append('fp16.enabled and bf16.enabled are both true, and there is one precision; write "auto" in both')
+    power, smallest = fp16.get("initial_scale_power", 16), fp16.get("min_loss_scale", 1)
+    if power > 32:
+        found.append(f"fp16.initial_scale_power: got {power}; the first loss scale would be 2^{power}, and each step that it is too high "
+                     "for is lost: 16 is usual, 32 the most")  # fmt: skip
+    elif smallest > 2**power:
+        found.append(f"fp16.min_loss_scale: got {smallest}, above the first loss scale 2^{power} = {2**power}: it could never go down")
+    if "min_loss_scale" in fp16 and smallest == 0:
+        found.append("fp16.min_loss_scale: got 0; the scale would fall to 0, and all gradients with it: 1 is usual")
+    for key in ("loss_scale_window", "hysteresis"):
+        if fp16.get(key) == 0:
+            found.append(f"fp16.{key}: got 0; it must be at least 1 ({'1000' if key == 'loss_scale_window' else '2'} is usual)")
+    return found
+
+
 def check(ds: dict, origin: str, config: Config, batch: Batch) -> tuple[dict, list[str], list[str]]:
     """Hold a DeepSpeed dict against a recipe.
 
@@ -314,6 +334,8 @@ def check(ds: dict, origin: str, config: Config, batch: Batch) -> tuple[dict, li
     if scale not in (None, 0) and config.train.precision == "fp16":
         notes.append(f"fp16.loss_scale {scale} is static: it does not adapt when gradients overflow; 0 does")
 
+    problems += _scale_problems(ds)
+
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         ds.setdefault(key, "auto")
     if "gradient_clipping" not in ds:  # absent means DeepSpeed's own 1.0, whatever the recipe says
@@ -323,6 +345,11 @@ def check(ds: dict, origin: str, config: Config, batch: Batch) -> tuple[dict, li
     for section in ("fp16", "bf16"):
         if config.train.precision == section:
             ds.setdefault(section, {}).setdefault("enabled", "auto")
+    if config.train.precision == "bf16" and stage in (1, 2):
+        # Otherwise these stages add a NaN gradient to the master weights; stage 3 leaves the step out by itself.
+        if not ds["bf16"].get("check_grad_overflow"):
+            ds["bf16"]["check_grad_overflow"] = True
+            notes.append("bf16.check_grad_overflow is switched on; without it a NaN gradient would reach the weights")
     if stage == 3 and not _get(ds, "zero_optimization.stage3_gather_16bit_weights_on_model_save"):
         ds["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         notes.append("stage3_gather_16bit_weights_on_model_save is switched on; without it the model folder "

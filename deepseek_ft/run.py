@@ -369,6 +369,7 @@ def train(task: _Task, plan: Plan) -> None:
     from .callbacks import RunLog, peak_memory_bytes
     from .export import CHECKED_BLOCKS, learn_to_stop, save_model_folder
     from .models import load_model, token_bytes
+    from .precision import check_weights
     from .report import plot_loss, read_metrics
     from .trainer import FineTuneTrainer, build_training_args
 
@@ -414,6 +415,7 @@ def train(task: _Task, plan: Plan) -> None:
     model = load_model(materials.model_source, config, plan, materials.tokenizer)
     if plan.strategy.stage == 3 and not all(hasattr(p, "ds_id") for p in model.parameters()):
         raise RunError("ZeRO-3 was planned, but the weights were loaded whole on every rank")
+    check_weights(model, config, materials.model_source)
     head = _head(model, config, plan, args.device)
     routers = _routers(model, config, plan, materials.tokenizer)
     if plan.strategy.stage == 3 and (leaves := experts.keep_whole(model)) and main:
@@ -450,11 +452,17 @@ def train(task: _Task, plan: Plan) -> None:
         before = _eval_figures(evals[0]) if evals and evals[0]["step"] == 0 else run.get("before")
         after = _eval_figures(evals[-1]) if evals and evals[-1]["step"] == trainer.state.global_step else None
         facts = trainer.engine_facts()
+        if skipped := trainer.numbers.skipped:
+            log.info("note: %d of %d steps were left out, for their gradients overflowed: %d updates, and the learning rate followed "
+                     "those", skipped, trainer.state.global_step, trainer.state.global_step - skipped)  # fmt: skip
         run |= {
             "status": "trained",
             **{k: facts[k] for k in ("engine", "zero_stage", "world_size")},
             "engine_facts": facts,
+            "precision": facts["precision"],
             "steps": trainer.state.global_step,
+            "skipped_steps": trainer.numbers.skipped,
+            "updates": trainer.state.global_step - trainer.numbers.skipped,
             "global_batch_size": plan.global_batch_size,
             "tokens": round(trained),
             "target_tokens": round(float(trainer.target_tokens)),

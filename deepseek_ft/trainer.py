@@ -17,6 +17,7 @@ from .errors import RunError
 from .losses import Head
 from .models import check_loading_info
 from .planner import Plan, warmup_steps
+from .precision import Numbers, check_types, types_in_use
 from .schedules import build_scheduler
 
 
@@ -92,6 +93,10 @@ class FineTuneTrainer(Trainer):
         """Targets trained on so far, over all ranks; on the device, so that counting does not wait for it."""
         self.tokens = 0.0
         """Tokens trained on so far, over all ranks: what is only read and padding too, for they cost the same."""
+        self.step_batches: list[dict] = []
+        """Of the step at work, this rank's micro-batches; with what they add to the two counts."""
+        self.step_tokens, self.step_targets = 0, 0
+        self.numbers = Numbers(self)
 
     def create_optimizer(self, model=None):
         """The recipe's AdamW; where a strategy keeps the states on the host, DeepSpeed's own for the CPU."""
@@ -167,11 +172,13 @@ class FineTuneTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         samples, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if targets is not None:
-            self.target_tokens += targets
+        self.step_batches, self.step_targets = samples, 0 if targets is None else targets
+        self.step_tokens = sum(batch["input_ids"].numel() for batch in samples) * self.args.world_size
+        self.target_tokens += self.step_targets
+        self.tokens += self.step_tokens
+        self.numbers.begin_step()
         if self.routers is not None:
             self.routers.begin_step(samples, self.args.device)
-        self.tokens += sum(batch["input_ids"].numel() for batch in samples) * self.args.world_size
         return samples, targets
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -189,6 +196,15 @@ class FineTuneTrainer(Trainer):
         """The language-model loss, as it is reported; the balance loss is reported apart."""
         loss = super().training_step(*args, **kwargs)
         return loss if self.routers is None else self.routers.taken_off(loss, self.args.world_size)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Trainer asks once per step, when the gradients of all ranks are together: the place to look at them."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.numbers.check(None if norm is None else float(norm))
+        return norm
+
+    def log(self, logs, start_time=None):
+        super().log(self.numbers.logged(logs) if "loss" in logs else logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """Token-weighted loss, perplexity and bits per byte of the held-out blocks; see `evaluation.summarise`."""
@@ -219,7 +235,7 @@ class FineTuneTrainer(Trainer):
                 "optimizer": type(inner).__name__,
                 "decoupled_decay": bool(getattr(inner, "adam_w_mode", True)),
             }
-        return facts
+        return facts | {"precision": types_in_use(self)}
 
     def assert_planned(self) -> dict:
         """Compare what runs with the plan, once everything is wrapped and before the first step.
@@ -245,6 +261,7 @@ class FineTuneTrainer(Trainer):
         elif plan.world_size > 1:
             expected["engine"] = "DistributedDataParallel"
         wrong = [f"{k} is {facts.get(k)}, planned {v}" for k, v in expected.items() if facts.get(k) != v]
+        wrong += check_types(facts["precision"], plan.strategy.master_bytes, plan.strategy.moment_bytes)
         if wrong:
             raise RunError("what runs is not what was planned: " + "; ".join(wrong))
         if plan.strategy.stage == 3:

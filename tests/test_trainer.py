@@ -93,7 +93,6 @@ def test_a_nan_loss_is_shown_and_ends_the_run(tmp_path):
         model.lm_head.weight[0, 0] = float("nan")
     with pytest.raises(RunError, match=r"(?s)loss is nan at step 1.*optim\.lr"):
         trained(tmp_path, model=model, steps=2)
-    assert "NaN" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_model_that_starts_where_guessing_does_is_not_trained(tmp_path):
