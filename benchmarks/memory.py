@@ -52,6 +52,8 @@ class Case:
     precision: str = "bf16"
     checkpointing: bool = True
     loss: str = "naive"
+    checkpoint_every: int = 1
+    tiled_mlp: int = 1
     lora: tuple[str, ...] = ()
 
     @property
@@ -69,6 +71,8 @@ class Case:
             precision=self.precision,
             checkpointing=self.checkpointing,
             loss=self.loss,
+            checkpoint_every=self.checkpoint_every,
+            tiled_mlp=self.tiled_mlp,
             adapter=Adapter(16, self.lora) if self.lora else None,
             # What fake tensors stand for is a card; on real CPU ranks torch's attention is the CPU's.
             device="cuda" if self.strategy == "bare" else "cpu",
@@ -78,7 +82,8 @@ class Case:
     def label(self) -> str:
         loss = f"{self.loss} loss"
         return (f"{self.model.removeprefix('deepseek-ai/')} | {self.strategy} x{self.ranks} | {self.micro_batch_size} x {self.seq_len} | "
-                f"{self.precision}{' checkpointed' if self.checkpointing else ''} | {loss}{' | LoRA' if self.lora else ''}"
+                f"{self.precision}{' checkpointed' if self.checkpointing else ''}"
+                f"{f' every {self.checkpoint_every}' if self.checkpoint_every > 1 else ''}{f', {self.tiled_mlp} tiles' if self.tiled_mlp > 1 else ''} | {loss}{' | LoRA' if self.lora else ''}"
                 f"{f' | accumulated {self.accumulation}' if self.accumulation > 1 else ''}")  # fmt: skip
 
 
@@ -224,6 +229,7 @@ def count_fake(case: Case, mode=None) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from deepseek_ft.activations import recompute_layers, tile_feed_forward
     from deepseek_ft.losses import use_chunked_loss
 
     config = {k: v for k, v in case.config.items() if k != "torch_dtype"}
@@ -246,8 +252,10 @@ def count_fake(case: Case, mode=None) -> int:
         model.train()
         if case.loss == "chunked":
             use_chunked_loss(model.get_base_model() if case.lora else model)
+        if case.tiled_mlp > 1:
+            tile_feed_forward(model, case.tiled_mlp)
         if case.checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(model, case.checkpoint_every)
             if case.lora:
                 model.enable_input_require_grads()
         ids = torch.zeros(case.micro_batch_size, case.seq_len, dtype=torch.long)
@@ -289,7 +297,8 @@ def rank(spec: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(case.config))
         config = load_config({
-            "name": "memory", "model": {"path": folder, "gradient_checkpointing": case.checkpointing},
+            "name": "memory", "model": {"path": folder, "gradient_checkpointing": case.checkpointing, "checkpoint_every": case.checkpoint_every,
+                                        "tiled_mlp": case.tiled_mlp if case.tiled_mlp > 1 else None},
             "data": {"train": [{"source": "python-stdlib"}], "seq_len": case.seq_len}, "optim": {"schedule": "constant"},
             "train": {"max_steps": steps, "micro_batch_size": case.micro_batch_size, "grad_accum_steps": case.accumulation,
                       "precision": case.precision, "save_steps": None, "eval_steps": None},

@@ -38,6 +38,12 @@ class ModelConfig:
     """The weights at `path` are random, so a loss that starts at that of guessing is no sign of a mix-up."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more math for a fraction of the memory."""
+    checkpoint_every: int = 1
+    """With `gradient_checkpointing`, recompute only every so many layers; the others keep what they computed."""
+    offload_activations: bool = False
+    """With `gradient_checkpointing`, what enters a recomputed layer waits in the host's memory."""
+    tiled_mlp: int | None = None
+    """Compute dense feed-forward layers in so many tiles of the sequence: for long ones, at one more forward pass of theirs."""
     attention: str = _choice("sdpa", "eager", "flash_attention_2")
     """torch's own, the plain one, or flash attention 2, for which the package flash-attn must be installed."""
 
@@ -299,6 +305,11 @@ OTHER_NAMES = {
     "moe_router_bias_update_rate": "experts.bias_update_speed",
     "num_gpus": "ranks",
     "gpus": "ranks",
+    "activation_checkpointing": "model.gradient_checkpointing",
+    "every_n_layers": "model.checkpoint_every",
+    "activation_offloading": "model.offload_activations",
+    "cpu_checkpointing": "model.offload_activations",
+    "tiled_mlp_num_shards": "model.tiled_mlp",
 }
 
 
@@ -739,6 +750,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         "train.eval_steps": train.eval_steps, "train.save_steps": train.save_steps,
         "train.save_total_limit": train.save_total_limit, "optim.lr": optim.lr, "optim.eps": optim.eps,
         "experts.bias_update_speed": config.experts.bias_update_speed,
+        "model.checkpoint_every": config.model.checkpoint_every, "model.tiled_mlp": config.model.tiled_mlp,
         "ranks": config.ranks, "method.rank": config.method.rank, "data.shuffle_rows": data.shuffle_rows,
     }  # fmt: skip
     for key, value in positive.items():
@@ -794,6 +806,11 @@ def _contradictions(config: Config) -> Iterator[str]:
 
     if not data.train:
         yield "data.train: no source to train on"
+    if not config.model.gradient_checkpointing:
+        for key, value, usual in (("checkpoint_every", config.model.checkpoint_every, 1),
+                                  ("offload_activations", config.model.offload_activations, False)):  # fmt: skip
+            if value != usual:
+                yield f"model.{key} is {value}, and model.gradient_checkpointing is false: it is about recomputed layers; set one of them"
     if data.streaming and train.max_steps is None:
         yield "data.streaming needs train.max_steps: how much there is, is known only at its end"
     for licence in data.code.licenses or ():

@@ -77,6 +77,12 @@ class Workload:
     checkpointing: bool = True
     loss: str = "naive"
     """naive | chunked (`losses.head_loss`, which holds `LOSS_ELEMENTS` logits at a time) | liger."""
+    checkpoint_every: int = 1
+    """Of the layers, 0, n, 2n, ... are computed again."""
+    offload_activations: bool = False
+    """What enters those waits on the host."""
+    tiled_mlp: int = 1
+    """Pieces of the sequence in which a dense feed-forward is computed."""
     adapter: Adapter | None = None
     balance_loss: bool = False
     """Of a mixture of experts: the logits of every router wait for it."""
@@ -103,6 +109,11 @@ class Workload:
     def autocast(self) -> bool:
         """Plain PyTorch keeps fp32 weights and casts them on the way; DeepSpeed casts the model."""
         return not self.strategy.deepspeed and self.element < FP32 and self.adapter is None
+
+    @property
+    def recomputed(self) -> list[bool]:
+        """Whether each layer, in order, is computed again in the backward pass."""
+        return [self.checkpointing and i % self.checkpoint_every == 0 for i in range(self.shape.layers)]
 
     @property
     def flash(self) -> bool:
@@ -248,7 +259,8 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
         yield Op("down", kept(width, down), residual + e * width + e * h, full(down, f"{prefix}down_proj.bias"))
 
     if EXPERTS[0] not in w:
-        ops += mlp(w["mlp.gate_proj.weight"][0], "mlp.")
+        dense = list(mlp(w["mlp.gate_proj.weight"][0], "mlp."))
+        ops += dense if load.tiled_mlp == 1 else [_tiled(load, dense, residual)]
         return ops
     experts, twice, _ = w[EXPERTS[0]]
     width, chosen = twice // 2, shape.experts_per_token
@@ -269,6 +281,18 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
     if shared:
         ops += mlp(shared[1], "mlp.shared_experts.", shares_input=True)
     return ops
+
+
+def _tiled(load: Workload, dense: list[Op], residual: float) -> Op:
+    """A feed-forward in tiles: what enters is kept whole, and one tile at a time is computed again with all that it saves."""
+    into, tiles = dense[0].saves, load.tiled_mlp
+    h = load.element * load.shape.hidden_size
+    each, fullest = sum(op.saves for op in dense) - into, 0.0
+    for op in reversed(dense):
+        fullest = max(fullest, each + op.work - residual)
+        each -= op.saves
+    # Beside the tile: the gradient that came in, the pieces of the one that goes out, before and after they are joined.
+    return Op("feed-forward in tiles", into, residual + 2 * h + fullest / tiles, tuple(n for op in dense for n in op.weights))
 
 
 # ------------------------------------------------------------------------------------------------- the answer
@@ -475,7 +499,9 @@ class _Step:
         self.tapes = [(kind, layer_tape(load, kind)) for kind in shape.kinds]
         self.saved = [t * sum(op.saves for op in tape) for kind, tape in self.tapes for _ in range(kind.count)]
         self.entering = self.stream * h * t
-        self.kept = [self.entering if load.checkpointing else each for each in self.saved]
+        self.recomputed = load.recomputed
+        waits = 0.0 if load.offload_activations and load.device == "cuda" else self.entering
+        self.kept = [waits if again else each for again, each in zip(self.recomputed, self.saved, strict=True)]
         self.rotary = t * (FP32 if shape.latent else 2 * e) * shape.rope_head_dim + 3 * 8 * t
         trains = load.adapter is None
         last_norm = t * (FP32 * h + FP32 + (self.stream + e) * h * trains)
@@ -523,7 +549,7 @@ class _Step:
         h = load.shape.hidden_size
         trains_head = load.adapter is None
         forward, backward, left = _loss_bytes(load, self.gradient * trains_head)
-        saved_casts = self.cast * (self.head + (0 if load.checkpointing else sum(self.sizes)))
+        saved_casts = self.cast * (self.head + sum(n for n, again in zip(self.sizes, self.recomputed, strict=True) if not again))
         alive = {"activations": self.activations, "gathered_weights": e * self.at_loss}
         all_casts = self.cast * (self.head + sum(self.sizes))
         yield (
@@ -551,10 +577,11 @@ class _Step:
         load, t = self.load, self.t
         for i, kind, tape in self._telling_layers():
             above = self.trained_head + sum(self.trained_sizes[i + 1 :])
-            casts = self.cast * (self.sizes[i] if load.checkpointing else sum(self.sizes[: i + 1]))
-            lower = sum(self.kept[: i + 1]) if load.checkpointing else sum(self.kept[:i])
-            if load.checkpointing and self.stream == FP32:
-                lower -= self.entering  # an fp32 norm saves the checkpointed input itself
+            again = self.recomputed[i]
+            casts = self.cast * (sum(n for n, a in zip(self.sizes[: i + 1], self.recomputed, strict=False) if not a) + again * self.sizes[i])
+            lower = sum(self.kept[:i])
+            if again and self.stream < FP32:
+                lower += self.entering  # an fp32 norm saves the checkpointed input itself
             left, made = self.saved[i], above
             for op in reversed(tape):
                 if load.adapter is None:
@@ -575,15 +602,17 @@ class _Step:
         buckets, ZeRO-3 keeps weights gathered."""
         each = [(kind, tape) for kind, tape in self.tapes for _ in range(kind.count)]
         ends, start = set(), 0
-        for kind, _ in self.tapes:
-            ends |= {start, start + kind.count - 1}
+        period = self.load.checkpoint_every if self.load.checkpointing else 1
+        for kind, _ in self.tapes:  # with some layers recomputed, a period of them at each end
+            ends |= set(range(start, min(start + period, start + kind.count)))
+            ends |= set(range(max(start, start + kind.count - period), start + kind.count))
             start += kind.count
         ends.add(max(0, len(each) - 2))  # adapters make their first gradient, and the buckets, inside the last layer
         made = self.trained_head
         for i in reversed(range(len(each))):
             before, made = made, made + self.trained_sizes[i]
             if any(before < full <= made for full in (self.bucket, 2 * self.bucket)):
-                ends |= {i, max(0, i - 1)}
+                ends |= set(range(max(0, i - period), i + 1))
         ends |= {j for i in self.at_layer if i and self.at_layer[i] != self.at_layer[i - 1] for j in (i - 1, i)}
         return [(i, *each[i]) for i in sorted(ends)]
 
@@ -685,11 +714,20 @@ def _power_of_two(size: float) -> float:
     return 2.0 ** math.ceil(math.log2(size)) if size >= 1 else 0.0
 
 
+def _waiting(load: Workload) -> dict[str, float]:
+    """What enters the recomputed layers, pinned, where it waits on the host."""
+    if not load.offload_activations or load.device != "cuda":
+        return {}
+    entering = (FP32 if load.autocast else load.element) * load.shape.hidden_size * load.tokens
+    return {"activations": _power_of_two(entering) * sum(load.recomputed)}
+
+
 def _offloaded(load: Workload) -> dict[str, float]:
     """What one rank keeps on the host, and what pinning rounds it up by."""
     s, n, w, e = load.strategy, _trained(load), load.world_size, load.element
+    waiting = _waiting(load)
     if not s.offload_optimizer and not s.offload_params:
-        return {}
+        return waiting
     zero = (load.deepspeed or {}).get("zero_optimization") or {}
 
     def pinned(section: str) -> bool:
@@ -698,7 +736,7 @@ def _offloaded(load: Workload) -> dict[str, float]:
     shard = n / w
     if s.nvme:  # four pinned buffers of a sub-group (buffer_count's default), and the gradients
         group = min(shard, load.zero("sub_group_size", SUB_GROUP))
-        return {
+        return waiting | {
             "NVMe swap buffers": 4 * group * FP32,
             "gradients": (e + s.master_bytes) * shard,
         }
@@ -725,7 +763,7 @@ def _offloaded(load: Workload) -> dict[str, float]:
         states["weights"] = e * load.shape.parameters / w
         rounding += _power_of_two(states["weights"]) - states["weights"] if pinned("offload_param") else 0.0
     states["pinned-memory rounding"] = states.get("pinned-memory rounding", 0.0) + rounding
-    return states
+    return states | waiting
 
 
 def _host(load: Workload, gpu_tensors: int) -> tuple[str, dict[str, int]]:

@@ -268,6 +268,9 @@ def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size:
         precision=config.train.precision,
         checkpointing=config.model.gradient_checkpointing,
         loss=loss_of(config, shape),
+        checkpoint_every=config.model.checkpoint_every,
+        offload_activations=config.model.offload_activations,
+        tiled_mlp=config.model.tiled_mlp or 1,
         adapter=adapter_of(config, shape),
         balance_loss=config.experts.balance_loss is not None,
         isolated=config.data.isolate and not config.model.attention.startswith("flash"),
@@ -401,6 +404,9 @@ def _changes(config: Config, accumulation: int) -> Iterator[tuple[tuple[str, ...
     if not config.model.gradient_checkpointing:
         yield (("model.gradient_checkpointing=true",),
                dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=True)))  # fmt: skip
+    elif config.model.checkpoint_every > 1:
+        yield (("model.checkpoint_every=1",),
+               dataclasses.replace(config, model=dataclasses.replace(config.model, checkpoint_every=1)))  # fmt: skip
     micro = train.micro_batch_size
     while micro > 1:
         micro //= 2

@@ -8,12 +8,14 @@ those rows are no independent proof.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import ConfigError
 from .hardware import Hardware
 from .memory import Workload, _trained, layer_tape
+from .shapes import EXPERTS
 
 # ---------------------------------------------------------------------------------------------- the constants
 
@@ -133,8 +135,14 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     bandwidth = min(m.memory_bytes_per_second for m in cards)
     n, trained = shape.parameters, _trained(load)
     steps = load.grad_accum_steps
-    passes = 4 if load.checkpointing else 3
-    flops = shape.flops_per_token(load.seq_len, load.checkpointing, trained=1.0 if load.adapter is None else 0.0)
+    again = sum(load.recomputed) / max(1, shape.layers)
+    passes = 3 + again
+    trains = 1.0 if load.adapter is None else 0.0
+    flops = sum(part * shape.flops_per_token(load.seq_len, bool(k), trained=trains) for k, part in enumerate((1 - again, again)))
+    if load.tiled_mlp > 1:  # one more forward pass of the dense feed-forward
+        flops += sum(2 * kind.count * math.prod(s) for kind in shape.kinds for n, s in kind.weights.items()
+                     if n.startswith("mlp.") and n.endswith("_proj.weight") and EXPERTS[0] not in kind.weights
+                     and "shared_experts" not in n)  # fmt: skip
 
     # What is saved for the backward pass is written and read about once a pass; the loss moves its logits twelve times.
     saved = sum(kind.count * sum(op.saves for op in layer_tape(load, kind)) for kind in shape.kinds)
@@ -168,6 +176,9 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
         add("collectives", (2 * ring_gradients + (w - 1) / w * trained * e) / collective)
     else:
         add("collectives", 2 * ring_gradients / collective)
+    if load.offload_activations:  # out and in again, in the stream that computes: nothing hides them
+        entering = t * (4 if load.autocast else e) * shape.hidden_size
+        add("copies", steps * 2 * sum(load.recomputed) * entering / pcie)
     shard = trained / (w if s.stage else 1)
     if s.offload_optimizer:
         add("copies", steps * shard * e / pcie)  # each micro-step's gradients go to the host; the rest hides

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from . import evaluation, experts
+from . import activations, evaluation, experts
 from .config import Config
 from .data.blocks import Blocks, collate
 from .errors import RunError
@@ -58,8 +58,6 @@ def build_training_args(config: Config, plan: Plan, run_dir: Path, total_steps: 
         warmup_steps=warmup_steps(config, total_steps),
         bf16=train.precision == "bf16",
         fp16=train.precision == "fp16",
-        activation_checkpointing=config.model.gradient_checkpointing,
-        activation_checkpointing_kwargs={"use_reentrant": False} if config.model.gradient_checkpointing else None,
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=plan.device == "cuda",
         remove_unused_columns=False,
@@ -87,6 +85,7 @@ class FineTuneTrainer(Trainer):
         self.config, self.plan, self.head = config, plan, head
         self.routers = routers
         """None for a dense model."""
+        activations.apply(self.model, config.model)
         self.eval_blocks, self.bytes_of_token = eval_blocks, bytes_of_token
         self.last_block_nll: np.ndarray | None = None
         self.target_tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)

@@ -48,6 +48,18 @@ FAST = [
     ),
     bench.Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=2048, change={"num_hidden_layers": 6}),
     bench.Case("mini-v3", seq_len=1024, micro_batch_size=4, checkpointing=False, loss="chunked"),
+    bench.Case(
+        "deepseek-ai/deepseek-llm-7b-base", seq_len=4096, loss="chunked", checkpoint_every=2,
+        change={"num_hidden_layers": 8, "vocab_size": 8192},
+    ),
+    bench.Case(
+        "deepseek-ai/DeepSeek-V2-Lite", seq_len=4096, micro_batch_size=2, loss="chunked", checkpoint_every=3,
+        change={"num_hidden_layers": 5, "vocab_size": 8192},
+    ),
+    bench.Case(
+        "deepseek-ai/deepseek-llm-7b-base", seq_len=16384, loss="chunked", tiled_mlp=8,
+        change={"num_hidden_layers": 4, "vocab_size": 8192},
+    ),
 ]
 
 
@@ -231,6 +243,9 @@ workloads = st.builds(
     precision=st.sampled_from(["bf16", "fp16", "fp32"]),
     checkpointing=st.booleans(),
     loss=st.sampled_from(["naive", "chunked", "liger"]),
+    checkpoint_every=st.integers(1, 5),
+    offload_activations=st.booleans(),
+    tiled_mlp=st.sampled_from([1, 4]),
     adapter=st.sampled_from([None, Adapter(16, ("q_proj", "o_proj"))]),
 )
 law = settings(max_examples=60, deadline=None)

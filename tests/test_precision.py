@@ -150,7 +150,7 @@ def test_a_static_scale_is_warned_of_and_two_precisions_are_refused():
 # -------------------------------------------------------------------------------------------- where it came from
 
 
-def prompt_of(model, row=1, column=5):
+def batch():
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -160,7 +160,7 @@ def prompt_of(model, row=1, column=5):
 def test_the_first_module_whose_output_is_not_finite_is_named(model_type, name):
     model = tiny(model_type)
     module = model.get_submodule(f"model.layers.0.{name}")
-    batch = prompt_of(model)
+    rows = batch()
 
     def spoil(module, args, output):  # one token of the second row
         output = output.clone()
@@ -170,20 +170,22 @@ def test_the_first_module_whose_output_is_not_finite_is_named(model_type, name):
     module.register_forward_hook(spoil)
     hooks = sum(len(m._forward_hooks) for m in model.modules())
     model.train()
-    origin = find_origin(model, model, [batch], torch.device("cpu"), None, lambda ids: f"{ids}")
+    origin = find_origin(model, model, [rows], torch.device("cpu"), None, lambda ids: f"{ids}")
     assert (origin.module, origin.entered, origin.rank, origin.row) == (f"model.layers.0.{name}", False, 0, 1)
-    assert origin.text.startswith(f"{batch['input_ids'][1, :3].tolist()}"[:-1])
+    assert origin.text.startswith(f"{rows['input_ids'][1, :3].tolist()}"[:-1])
     assert model.training and sum(len(m._forward_hooks) for m in model.modules()) == hooks
 
 
 def test_a_number_made_between_modules_is_said_to_enter_the_next():
     model = tiny()
     with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.fill_(3e38)  # finite, but attention's sums over tokens are not
-        model.model.layers[0].input_layernorm.weight.fill_(1e-3)
-    origin = find_origin(model, model, [prompt_of(model)], torch.device("cpu"))
-    assert origin.module.startswith("model.layers.0.self_attn.")
-    assert find_origin(tiny(), tiny(), [prompt_of(model)], torch.device("cpu")) == Origin(None)
+        for name in "qk":  # both finite, but not their products
+            model.get_submodule(f"model.layers.0.self_attn.{name}_proj").weight.mul_(1e25)
+    origin = find_origin(model, model, [batch()], torch.device("cpu"))
+    assert (origin.module, origin.entered) == ("model.layers.0.self_attn.o_proj", True)
+    assert "not finite already" in str(origin)
+    sound = tiny()
+    assert find_origin(sound, sound, [batch()], torch.device("cpu")) == Origin(None)
 
 
 def test_a_nan_ends_the_run_at_once_and_no_weight_has_it(tmp_path):
