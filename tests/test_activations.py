@@ -185,7 +185,7 @@ def test_recomputing_fewer_layers_takes_more_memory_and_less_time():
 
 
 def test_tiles_take_less_memory_and_more_time():
-    long = {"seq_len": 32768, "micro_batch_size": 1, "chunked_loss": True}
+    long = {"seq_len": 32768, "micro_batch_size": 1, "loss": "chunked"}
     memory = [estimate(load(tiled_mlp=n, **long)).tensor_bytes for n in (1, 4, 16)]
     time = [estimate_time(load(tiled_mlp=n, **long), CARDS).step_seconds for n in (1, 4)]
     assert memory[0] > memory[1] >= memory[2] and time[1] > time[0]
