@@ -70,7 +70,7 @@ class RunLog(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = time.perf_counter()
         # What this update will really use: a scheduler inside DeepSpeed has moved on by the time Trainer logs.
-        self._learning_rate = self.trainer.optimizer.param_groups[0]["lr"]
+        self._learning_rate = float(self.trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.routers is not None:

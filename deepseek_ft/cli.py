@@ -117,6 +117,9 @@ def set_up_logging() -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("deepseek_ft").setLevel(logging.INFO if launch.is_main_rank() else logging.WARNING)
+    # torchao reports, on import, each of its kernels that this Python or card has no use for.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names that torch has begun to rename; torch says so at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 

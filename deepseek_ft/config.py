@@ -172,12 +172,19 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
+    name: str = _choice("auto", "adamw", "adamw_bf16", "adamw_8bit", "paged_adamw_8bit", "muon", "galore", "apollo", "adafactor")
+    """Which optimizer (see `optimizers.OPTIMIZERS` and docs/optimizers.md). auto: AdamW, with stochastic rounding where a
+    strategy keeps bf16 master weights on the card."""
     lr: float = 5e-5
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on matrices only: biases and norms are not decayed."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
+    rank: int = 128
+    """`galore` and `apollo`: the rank that gradients of linear layers are projected to."""
+    update_proj_gap: int = 200
+    """`galore` and `apollo`: optimizer steps between two projections."""
     max_grad_norm: float = 1.0
     """Global gradient norm to clip at; 0 does not clip."""
     schedule: str = _choice("cosine", "linear", "warmup", "wsd", "constant")
@@ -255,6 +262,15 @@ PATH_KEYS = {"output_dir", "model.path", "model.tokenizer", "data.path", "data.c
 # What the same thing is called elsewhere (Trainer, DeepSpeed, peers), and what removed arguments became.
 OTHER_NAMES = {
     "learning_rate": "optim.lr",
+    "optimizer": "optim.name",
+    "optimizer_type": "optim.name",
+    "use_galore": "optim.name (galore)",
+    "use_apollo": "optim.name (apollo)",
+    "use_adafactor": "optim.name (adafactor)",
+    "galore_rank": "optim.rank",
+    "apollo_rank": "optim.rank",
+    "galore_update_interval": "optim.update_proj_gap",
+    "apollo_update_interval": "optim.update_proj_gap",
     "lr_scheduler_type": "optim.schedule",
     "label_smoothing_factor": "train.label_smoothing",
     "lr_scheduler": "optim.schedule",
@@ -723,6 +739,7 @@ def _expand_paths(config: Config, origins: dict[str, str], problems: list[str]) 
 
 def _contradictions(config: Config) -> Iterator[str]:
     """What no single key shows: values outside their range, and settings that exclude each other."""
+    from .optimizers import unknown_options
     from .strategies import STRATEGIES
 
     sections = [(config.model, "model."), (config.method, "method."), (config.optim, "optim."), (config.train, "train."), (config.data, "data."),
@@ -751,6 +768,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         "train.save_total_limit": train.save_total_limit, "optim.lr": optim.lr, "optim.eps": optim.eps,
         "experts.bias_update_speed": config.experts.bias_update_speed,
         "model.checkpoint_every": config.model.checkpoint_every, "model.tiled_mlp": config.model.tiled_mlp,
+        "optim.rank": optim.rank, "optim.update_proj_gap": optim.update_proj_gap,
         "ranks": config.ranks, "method.rank": config.method.rank, "data.shuffle_rows": data.shuffle_rows,
     }  # fmt: skip
     for key, value in positive.items():
@@ -780,6 +798,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     if config.experts.bias_update_speed is not None and config.method.kind != "full":
         yield (f"experts.bias_update_speed changes the model itself, which method.kind={config.method.kind} leaves as it is and does "
                "not save; set it to null")  # fmt: skip
+    yield from unknown_options(optim)
     if data.seq_len == 1:
         yield "data.seq_len: got 1; a block of one token has no next token to predict"
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from .optimizers import OPTIMIZERS, Optimizer, keeps_bf16_weights, states_bytes
 from .shapes import EXPERTS, LayerKind, ModelShape
 from .strategies import Strategy
 
@@ -93,6 +94,9 @@ class Workload:
     """None: all on one host."""
     deepspeed: Mapping | None = None
     """The completed DeepSpeed config, for bucket sizes; None takes the shipped file's."""
+    optimizer: Optimizer = OPTIMIZERS["adamw"]
+    optimizer_rank: int = 128
+    """Of those that project gradients to a low rank."""
     fused_optimizer: bool = True
     """Torch's fused AdamW has no temporaries; the other kind has two of the size of what it updates."""
 
@@ -107,8 +111,28 @@ class Workload:
 
     @property
     def autocast(self) -> bool:
-        """Plain PyTorch keeps fp32 weights and casts them on the way; DeepSpeed casts the model."""
-        return not self.strategy.deepspeed and self.element < FP32 and self.adapter is None
+        """Plain PyTorch keeps fp32 weights and casts them on the way, unless the optimizer writes bf16 ones; DeepSpeed casts the model."""
+        return not self.strategy.deepspeed and self.element < FP32 and self.adapter is None and not self.bf16_weights
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Plain PyTorch with bf16 weights and no others."""
+        return keeps_bf16_weights(self.optimizer, self.strategy)
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes per trained parameter of the optimizer's states."""
+        element = 2 if self.bf16_weights else self.strategy.moment_bytes // 2
+        if self.adapter is not None or not self.shape.kinds:
+            n = 2**20  # so narrow matrices that every choice keeps about as much as for a vector
+            return self.optimizer.states((n,), False, element, self.optimizer_rank) / n
+        table = (self.shape.vocab_size, self.shape.hidden_size)
+        total = states_bytes(self.optimizer, {"embedding": (table, 1 if self.shape.tied else 2), "norm": ((table[1],), 1)},
+                             element, self.optimizer_rank)  # fmt: skip
+        for kind in self.shape.kinds:
+            weights = {name: (shape, kind.count) for name, shape in kind.weights.items()}
+            total += states_bytes(self.optimizer, weights, element, self.optimizer_rank)
+        return total / self.shape.parameters
 
     @property
     def recomputed(self) -> list[bool]:
@@ -380,11 +404,11 @@ def _resident(load: Workload) -> dict[str, float]:
     shard = w if s.stage >= 1 else 1
     if s.deepspeed:  # ZeRO clones the master weights even when they have the weights' own type
         parts["master weights"] = n * s.master_bytes / shard
-    parts["optimizer states"] = n * s.moment_bytes / shard
+    parts["optimizer states"] = n * load.moment_bytes / shard
     if s.stage == 3:  # grad_partitions_flat_buffer
         parts["gradients"] = n * e / w
     if load.strategy.name == "ddp" or (not s.deepspeed and s.many_ranks and not s.pipeline and w > 1):
-        parts["communication buffers"] = n * FP32  # DistributedDataParallel's buckets
+        parts["communication buffers"] = n * (e if load.bf16_weights else FP32)  # DistributedDataParallel's buckets
     return parts
 
 
@@ -651,6 +675,9 @@ class _Step:
         temporaries = (
             0.0 if load.fused_optimizer else 2 * s.master_bytes * (_largest(load.shape) if s.stage == 0 else shard)
         )
+        optimizer = load.optimizer
+        each = optimizer.temporary_bytes if load.device == "cuda" or optimizer.temporary_bytes_cpu is None else optimizer.temporary_bytes_cpu
+        temporaries += each * (_largest(load.shape) if s.stage == 0 else shard)
         total = dict(self.resident)
         total["gradients"] = total.get("gradients", 0) + left + copies
         if s.stage == 3:  # its bucket is always there
@@ -672,7 +699,7 @@ def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
 
     The bf16 weights are their own master (docs/planner.md): weights, gradients and moments of the stage's layers.
     """
-    shape, s, e, t, p = load.shape, load.strategy, load.element, load.tokens, load.world_size
+    shape, e, t, p = load.shape, load.element, load.tokens, load.world_size
     h, table = shape.hidden_size, shape.vocab_size * shape.hidden_size
     kinds = [kind for kind in shape.kinds for _ in range(kind.count)]
     start = 0
@@ -692,7 +719,7 @@ def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
         if last:
             loss = max(_loss_bytes(load, 0.0)[:2])  # the head's gradient is counted with the others
         yield f"stage {stage} of {p} ({size} layers)", {
-            "weights": e * parameters, "gradients": e * parameters, "optimizer states": s.moment_bytes * parameters,
+            "weights": e * parameters, "gradients": e * parameters, "optimizer states": load.moment_bytes * parameters,
             "activations": flying * t * each, "working memory": t * working, "logits and loss": loss,
             "communication buffers": 4 * e * t * h,
         }  # fmt: skip
@@ -740,7 +767,7 @@ def _offloaded(load: Workload) -> dict[str, float]:
             "NVMe swap buffers": 4 * group * FP32,
             "gradients": (e + s.master_bytes) * shard,
         }
-    states: dict[str, float] = {"optimizer states": s.moment_bytes * shard, "master weights": s.master_bytes * shard}
+    states: dict[str, float] = {"optimizer states": load.moment_bytes * shard, "master weights": s.master_bytes * shard}
     blocks: list[float] = []  # pinned ones
     if s.stage == 2:
         states["gradients"] = s.master_bytes * shard  # single_partition_of_fp32_groups[i].grad
@@ -784,14 +811,14 @@ def _host(load: Workload, gpu_tensors: int) -> tuple[str, dict[str, int]]:
 def checkpoint_bytes(load: Workload) -> int:
     """One checkpoint to resume from: weights, master weights and moments; ZeRO-1 and 2 write the weights twice."""
     s, n = load.strategy, _trained(load)
-    weights = n * (FP32 if not s.deepspeed and load.adapter is None else load.element)
+    weights = n * (FP32 if load.autocast else load.element)
     copies = 2 if s.deepspeed and s.stage < 3 else 1
-    return int(weights * copies + n * (s.moment_bytes + (s.master_bytes if s.deepspeed else 0)))
+    return int(weights * copies + n * (load.moment_bytes + (s.master_bytes if s.deepspeed else 0)))
 
 
 def export_bytes(load: Workload) -> int:
     """The model folder at the end: the trained weights, in the type that they were trained in."""
-    return int(_trained(load) * (FP32 if not load.strategy.deepspeed and load.adapter is None else load.element))
+    return int(_trained(load) * (FP32 if load.autocast else load.element))
 
 
 def _on_one_card(load: Workload) -> Workload:
@@ -832,7 +859,7 @@ def estimate(load: Workload, checkpoints: int = 0) -> Memory:
     disk = {"model folder": export_bytes(load)}
     if load.strategy.nvme:
         disk["offloaded states"] = int(
-            _trained(load) * (load.strategy.master_bytes + load.strategy.moment_bytes + load.element)
+            _trained(load) * (load.strategy.master_bytes + load.moment_bytes + load.element)
         )
     if checkpoints:
         disk[f"{checkpoints} checkpoints"] = checkpoints * checkpoint_bytes(load)

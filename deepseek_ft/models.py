@@ -16,6 +16,7 @@ from .config import Config
 from .data.formats import texts
 from .data.sources import Corpus
 from .errors import CheckpointError, ConfigError
+from .optimizers import keeps_bf16_weights
 from .planner import Plan
 from .shapes import PRESETS, preset_config
 
@@ -230,10 +231,10 @@ def _make_preset(name: str, tokenizer: PreTrainedTokenizerFast, seed: int, cache
 
 
 def load_dtype(config: Config, plan: Plan) -> torch.dtype:
-    """16-bit only where DeepSpeed keeps the fp32 master weights; otherwise updates would be rounded away."""
+    """16-bit only where DeepSpeed keeps the master weights, or the optimizer rounds in a way that loses no update."""
     if plan.strategy.deepspeed:
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.train.precision]
-    return torch.float32
+    return torch.bfloat16 if keeps_bf16_weights(plan.optimizer, plan.strategy) else torch.float32
 
 
 def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

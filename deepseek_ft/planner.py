@@ -19,6 +19,7 @@ from .config import Config, ExpertsConfig, resource_dir
 from .errors import ConfigError, PlanError, listing
 from .hardware import GIB, Hardware, probe
 from .memory import Adapter, Memory, Workload, adapter_parameters, estimate, resident_bytes
+from .optimizers import OPTIMIZERS, ROUNDINGS, Optimizer, refused, resolve, rounding
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
 from .timing import Timing, estimate_time
@@ -50,6 +51,12 @@ class Candidate:
     """No amount of memory would help: precision, ranks, layers, cards."""
     fullness: float = 0.0
     """The largest share of what there is that it would take, of a card or the host. Above 1 it does not fit."""
+    optimizer: Optimizer = OPTIMIZERS["adamw"]
+
+    @property
+    def rounding(self) -> str:
+        """What becomes of small updates, one of `optimizers.ROUNDINGS`."""
+        return rounding(self.optimizer, self.strategy)
 
     @property
     def tight(self) -> bool:
@@ -98,6 +105,10 @@ class Plan:
     @property
     def chosen(self) -> Candidate:
         return next(c for c in self.candidates if c.strategy == self.strategy)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.chosen.optimizer
 
     @property
     def memory(self) -> Memory | None:
@@ -277,6 +288,8 @@ def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size:
         device=hardware.device,
         deepspeed=deepspeed,
         ranks_per_host=min(world_size, len(hardware.gpus)) if hardware.gpus else None,
+        optimizer=resolve(config.optim.name, strategy),
+        optimizer_rank=config.optim.rank,
     )
 
 
@@ -311,6 +324,7 @@ def _forbidden(
         yield f"{heads} do not divide by {world_size} ranks" + (
             f", but by {', '.join(map(str, fitting))}" if fitting else ""
         )
+    yield from refused(resolve(config.optim.name, strategy), strategy, precision, config.method.kind)
     if config.method.kind == "qlora" and strategy.stage == 3:
         yield "cannot shard a 4-bit base"
     old = [gpu.name for gpu in hardware.gpus[:world_size] if not gpu.has_bf16]
@@ -349,8 +363,9 @@ def _assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_
     ):  # the table's baseline: one of the cards, the same batch
         accumulation, world_size = accumulation * world_size, 1
     reasons = list(_forbidden(config, shape, strategy, world_size, hardware))
+    optimizer = resolve(config.optim.name, strategy)
     if shape is None or (strategy.pipeline and world_size > shape.layers) or (strategy.tensor and reasons):
-        return Candidate(strategy, reasons=tuple(reasons), forbidden=bool(reasons))
+        return Candidate(strategy, reasons=tuple(reasons), forbidden=bool(reasons), optimizer=optimizer)
     if deepspeed is None and strategy.deepspeed:
         deepspeed = _shipped(strategy.name)
     load = _workload(config, shape, strategy, world_size, accumulation, hardware, deepspeed)
@@ -360,7 +375,7 @@ def _assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_
     forbidden = bool(reasons)
     reasons += [reason for reason, share in shares if share > 1]
     fullness = max(share for _, share in shares)
-    return Candidate(strategy, memory, estimate_time(load, hardware), tuple(reasons), forbidden, fullness)
+    return Candidate(strategy, memory, estimate_time(load, hardware), tuple(reasons), forbidden, fullness, optimizer)
 
 
 def _states_fit(
@@ -379,7 +394,7 @@ def _can_choose(strategy: Strategy, world_size: int) -> bool:
 
 
 def _fastest(candidates: list[Candidate], world_size: int) -> Candidate | None:
-    """Of those that fit: exact updates before rounded ones, with a margin before without, then the fastest.
+    """Of those that fit: exact updates before rounded ones, stochastically rounded before lost ones, with a margin before without, then the fastest.
 
     Within 5 %, which is more than the estimate can tell apart, and where there is no estimate, the table's order decides:
     from the least sharding to the most.
@@ -387,8 +402,12 @@ def _fastest(candidates: list[Candidate], world_size: int) -> Candidate | None:
     able = [c for c in candidates if c.fits and _can_choose(c.strategy, world_size)]
     if not able:
         return None
-    best = min((c.strategy.rounds_updates, c.tight) for c in able)
-    peers = [c for c in able if (c.strategy.rounds_updates, c.tight) == best]
+
+    def rank(candidate: Candidate) -> tuple[int, bool]:
+        return ROUNDINGS.index(candidate.rounding), candidate.tight
+
+    best = min(map(rank, able))
+    peers = [c for c in able if rank(c) == best]
     fastest = max((c.timing.tokens_per_second for c in peers if c.timing), default=0.0)
     return next(c for c in peers if not c.timing or c.timing.tokens_per_second >= 0.95 * fastest)
 
@@ -609,6 +628,7 @@ def plan_run(
         candidates = [_assess(config, shape, s, 1, accumulation, hardware) if s == strategy else c
                       for s, c in zip(STRATEGIES.values(), candidates, strict=False)]  # fmt: skip
 
+    notes += _rounds(strategy, next(c for c in candidates if c.strategy == strategy))
     notes += _remarks(config, shape, strategy)
     if own is None and chosen.timing is not None and chosen.fits:
         notes += _better_batch(config, shape, chosen, world_size, accumulation, hardware)
@@ -649,7 +669,9 @@ def _pick(config: Config, shape: ModelShape | None, candidates: list[Candidate],
     if config.strategy != "auto":
         return STRATEGIES[config.strategy], []
     if hardware.device == "cpu":
-        name = "single" if world_size == 1 else "zero3"
+        rehearsed = ("single",) if world_size == 1 else ("zero3", "zero3_bf16", "ddp")
+        forbidden = {c.strategy.name for c in candidates if c.forbidden}
+        name = next((n for n in rehearsed if n not in forbidden), rehearsed[0])  # not every optimizer goes with ZeRO
         return STRATEGIES[name], [f"strategy {name}: what {world_size} CPU rank{'s' * (world_size > 1)} can rehearse"]
     if shape is None:
         name = "zero3_offload"
@@ -711,16 +733,25 @@ def _why(best: Candidate, candidates: list[Candidate]) -> Iterator[str]:
     what = f"about {speed:,.0f} tokens/s" if speed else "the least sharding"
     margin = "" if not best.tight else ", though with little to spare"
     yield f"strategy {best.strategy.name}: {best.strategy.summary}; the fastest that fits ({what}){margin}"
-    if best.strategy.rounds_updates:
-        yield (f"{best.strategy.name} keeps bf16 master weights: updates smaller than about 1/256 of a weight are rounded away, and at "
-               "small learning rates most weights do not move")  # fmt: skip
     for other in candidates:
         if speed and other.fits and other.timing and other.timing.tokens_per_second > 1.1 * speed:
             ratio = other.timing.tokens_per_second / speed
             why = "this version plans it and does not run it yet" if not other.strategy.runs else (
-                "it rounds updates to bf16, so it is only taken by name" if other.strategy.rounds_updates else "")  # fmt: skip
+                "it rounds updates to bf16, so it is only taken by name" if other.rounding != "none" else "")  # fmt: skip
             if why:
                 yield f"{other.strategy.name} would be about {ratio:.1f}x as fast; {why}"
+
+
+def _rounds(strategy: Strategy, candidate: Candidate) -> Iterator[str]:
+    """What the user should know where no fp32 weights are kept."""
+    where = f"{strategy.name} keeps bf16 {'master weights' if strategy.deepspeed else 'weights only'}"
+    if candidate.rounding == "stochastic":
+        yield (f"{where} and rounds updates stochastically (optim.name={candidate.optimizer.name}): small updates are not lost, but "
+               "noisy")  # fmt: skip
+    elif candidate.rounding == "plain":
+        why = "the update on the host has no stochastic rounding" if strategy.offload_optimizer else "optim.name=adamw_bf16 keeps them"
+        yield (f"{where}: updates smaller than about 1/256 of a weight are rounded away, and at small learning rates most weights "
+               f"do not move; {why}")  # fmt: skip
 
 
 def _better_batch(config: Config, shape: ModelShape, chosen: Candidate, world_size: int, accumulation: int,
@@ -740,7 +771,7 @@ def _better_batch(config: Config, shape: ModelShape, chosen: Candidate, world_si
         other = _fastest(
             [_assess(changed, shape, STRATEGIES[n], world_size, steps, hardware) for n in possible], world_size
         )
-        if other is None or (other.strategy.rounds_updates and not chosen.strategy.rounds_updates):
+        if other is None or (other.rounding != "none" and chosen.rounding == "none"):
             break
         if other.timing and (best is None or other.timing.tokens_per_second > best[2].timing.tokens_per_second):
             best = micro, steps, other
@@ -830,6 +861,7 @@ def to_dict(plan: Plan) -> dict:
     )
     return {
         "strategy": plan.strategy.name,
+        "optimizer": plan.optimizer.name,
         **{name: getattr(plan, name) for name in keep},
         "global_batch_size": plan.global_batch_size,
         "ops": list(plan.ops),

@@ -25,6 +25,8 @@ from .errors import CheckpointError, RunError
 if TYPE_CHECKING:
     from .config import Config
     from .losses import Head
+    from .optimizers import Optimizer
+    from .strategies import Strategy
     from .trainer import FineTuneTrainer
 
 FP16_END = 65504.0
@@ -446,7 +448,9 @@ def describe_types(types: dict[str, str | None]) -> str:
     return " | ".join(f"{name} {kind}" for name, kind in told.items() if kind is not None)
 
 
-def check_types(types: dict[str, str | None], master_bytes: int, moment_bytes: int) -> list[str]:
-    """What differs from the strategy's row: updates would be lost in a type that is too short."""
-    wanted = {"master": "fp32" if master_bytes == 4 else "bf16", "states": "fp32" if moment_bytes == 8 else "bf16"}
+def check_types(types: dict[str, str | None], optimizer: Optimizer, strategy: Strategy) -> list[str]:
+    """What differs from the plan: updates would be lost in a type that is too short."""
+    wanted = {"master": "bf16" if optimizer.bf16_weights or strategy.master_bytes == 2 else "fp32"}
+    if optimizer.name in ("adamw", "adamw_bf16"):  # the others' states are of a type of their own, or of several
+        wanted["states"] = "bf16" if optimizer.bf16_weights or strategy.moment_bytes == 4 else "fp32"
     return [f"{name} is {types[name]}, planned {kind}" for name, kind in wanted.items() if types[name] not in (None, kind)]

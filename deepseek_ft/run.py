@@ -22,6 +22,7 @@ from . import checkpoints, launch, ops, plan_view, planner
 from .config import Config, load_config, to_dict, to_yaml
 from .errors import CheckpointError, ConfigError, DataError, PlanError, RunError
 from .hardware import GIB, probe
+from .optimizers import check_installed
 from .planner import Plan, plan_run
 from .report import RunResult
 from .shapes import fetch_config, find_shape, shape_from_config
@@ -129,6 +130,7 @@ def _can_train(config: Config, plan: Plan) -> None:
     if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise ConfigError("model.attention=flash_attention_2 needs the package flash-attn, which is not installed: it runs on a GPU "
                           "only. Install it (`pip install flash-attn --no-build-isolation`), or use model.attention=sdpa")  # fmt: skip
+    check_installed(plan.optimizer)
     if plan.chosen.forbidden:
         raise PlanError(f"strategy {plan.strategy.name} {'; '.join(plan.chosen.reasons)}")
     if config.method.kind != "full":
@@ -187,6 +189,7 @@ def _decided(config: Config, plan: Plan) -> Config:
     return dataclasses.replace(
         config,
         train=train,
+        optim=dataclasses.replace(config.optim, name=plan.optimizer.name),
         ranks=plan.world_size,
         strategy="auto" if own_file else plan.strategy.name,
         deepspeed=config.deepspeed if own_file else None,
@@ -563,7 +566,7 @@ def verify(task: _Task) -> None:
     checkpoints.write_json(run_file, run | {"status": "finished"})
 
 
-_PACKAGES = "deepseek_ft torch transformers deepspeed accelerate datasets peft tokenizers numpy".split()
+_PACKAGES = "deepseek_ft torch torchao transformers deepspeed accelerate datasets peft tokenizers numpy".split()
 
 
 def _versions() -> dict[str, str]:

@@ -31,7 +31,7 @@ class Strategy:
     master_bytes: int = 4
     """Bytes per parameter of the master weights, and of the gradients at the update."""
     moment_bytes: int = 8
-    """AdamW's two moments together."""
+    """AdamW's two moments together, where the optimizer takes the master weights' type (see `optimizers`)."""
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
     many_ranks: bool = True
     """False: one process only."""
@@ -39,11 +39,6 @@ class Strategy:
     """False: planned and compared, but no part of this version trains with it yet."""
     chosen: bool = True
     """False: only by name. `auto` has no reason to take it."""
-
-    @property
-    def rounds_updates(self) -> bool:
-        """bf16 master weights lose updates below 1/256 of a weight, without stochastic rounding or compensation."""
-        return self.master_bytes < 4
 
 
 _BF16_STATES = {"master_bytes": 2, "moment_bytes": 4, "precisions": ("bf16",)}

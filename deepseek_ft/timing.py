@@ -185,7 +185,7 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
         add("copies", shard * e / (c["pageable_copy_bytes_per_second"] if s.stage == 3 else pcie))
 
     # -- the update
-    touched = 2 * s.master_bytes + 2 * s.moment_bytes + s.master_bytes + e  # per parameter, read and written
+    touched = 2 * s.master_bytes + 2 * load.moment_bytes + s.master_bytes + e  # per parameter, read and written
     if s.offload_optimizer:
         threads = max(1, hardware.cores)
         dram = trained * touched * WRITE_ALLOCATE / c["dram_bytes_per_second"]
@@ -234,7 +234,7 @@ def _pipeline_parts(
     costs[-1] += head
     slowest = max(costs) / sum(costs)
     boundary = 2 * load.tokens * shape.hidden_size * load.element / c["collective_bytes_per_second"]
-    touched = 2 * load.strategy.master_bytes + 2 * load.strategy.moment_bytes + 2 * load.element
+    touched = 2 * load.strategy.master_bytes + 2 * load.moment_bytes + 2 * load.element
     parts = {name: micro_batches * slowest * seconds for name, seconds in micro.items()}
     parts["GPU memory"] = parts.get("GPU memory", 0.0) + shape.parameters / p * touched / bandwidth
     parts["pipeline bubble"] = (p - 1) * slowest * sum(micro.values())

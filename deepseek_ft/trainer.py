@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from . import activations, evaluation, experts
+from . import activations, evaluation, experts, optimizers
 from .config import Config
 from .data.blocks import Blocks, collate
 from .errors import RunError
 from .losses import Head
 from .models import check_loading_info
+from .optimizers import keeps_bf16_weights
 from .planner import Plan, warmup_steps
 from .precision import Numbers, check_types, types_in_use
 from .schedules import build_scheduler
@@ -56,7 +57,8 @@ def build_training_args(config: Config, plan: Plan, run_dir: Path, total_steps: 
         optim="adamw_torch_fused",
         lr_scheduler_type="constant",  # create_scheduler has the curve
         warmup_steps=warmup_steps(config, total_steps),
-        bf16=train.precision == "bf16",
+        # No autocast over bf16 weights: what it would cast is bf16 already.
+        bf16=train.precision == "bf16" and not keeps_bf16_weights(plan.optimizer, plan.strategy),
         fp16=train.precision == "fp16",
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=plan.device == "cuda",
@@ -88,6 +90,7 @@ class FineTuneTrainer(Trainer):
         activations.apply(self.model, config.model)
         self.eval_blocks, self.bytes_of_token = eval_blocks, bytes_of_token
         self.last_block_nll: np.ndarray | None = None
+        self._rounded_step: int | None = None
         self.target_tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
         """Targets trained on so far, over all ranks; on the device, so that counting does not wait for it."""
         self.tokens = 0.0
@@ -98,26 +101,27 @@ class FineTuneTrainer(Trainer):
         self.numbers = Numbers(self)
 
     def create_optimizer(self, model=None):
-        """The recipe's AdamW; where a strategy keeps the states on the host, DeepSpeed's own for the CPU."""
-        if self.optimizer is None and self.plan.strategy.offload_optimizer:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
+        """The plan's optimizer: Trainer's fused AdamW on the card, all else from `optimizers.build`."""
+        plan = self.plan
+        if self.optimizer is None and (plan.optimizer.name != "adamw" or plan.strategy.offload_optimizer):
             decayed = set(self.get_decay_parameter_names(self.model))
-            named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-            groups = [
-                {"params": [p for n, p in named if n in decayed], "weight_decay": self.args.weight_decay},
-                {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
-            ]
-            optim = self.config.optim
-            self.optimizer = DeepSpeedCPUAdam(
-                [g for g in groups if g["params"]],
-                lr=optim.lr,
-                betas=tuple(optim.betas),
-                eps=optim.eps,
-                adamw_mode=True,
-                fp32_optimizer_states=self.plan.strategy.moment_bytes == 8,
+            self.optimizer = optimizers.build(
+                plan.optimizer, self.model, decayed, self.config.optim, plan.strategy, plan.device
             )
+            if plan.optimizer.bf16_weights:
+                self.optimizer.register_step_pre_hook(self._seed_rounding)
         return super().create_optimizer(model)
+
+    def _seed_rounding(self, *_) -> None:
+        """The random numbers of stochastic rounding follow from the seed and the step.
+
+        So replicas of the model round alike, and a resumed run as the uninterrupted one. ZeRO-3 updates one sub-group after
+        another in a step: they share its numbers, and ranks that hold other shards have others.
+        """
+        if self._rounded_step != self.state.global_step:
+            self._rounded_step = self.state.global_step
+            rank = self.args.process_index if self.plan.strategy.stage else 0
+            torch.manual_seed((self.config.seed * 1_000_003 + self.state.global_step) * 1_009 + rank)
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """The recipe's curve, unless the DeepSpeed file has a scheduler (which was checked to say the same)."""
@@ -221,9 +225,12 @@ class FineTuneTrainer(Trainer):
     def engine_facts(self) -> dict:
         """What really runs, read off the wrapped model."""
         engine = self.model_wrapped
-        facts = {"engine": type(engine).__name__, "zero_stage": None, "world_size": self.args.world_size}
-        if hasattr(engine, "zero_optimization_stage"):
-            inner = getattr(engine.optimizer, "optimizer", engine.optimizer)  # ZeRO wraps the real one
+        zero = hasattr(engine, "zero_optimization_stage")
+        wrapped = engine.optimizer if zero else self.optimizer
+        inner = getattr(wrapped, "optimizer", wrapped)  # ZeRO and accelerate wrap the real one
+        facts = {"engine": type(engine).__name__, "zero_stage": None, "world_size": self.args.world_size,
+                 "optimizer": type(inner).__name__, "optimizer_package": type(inner).__module__.partition(".")[0]}  # fmt: skip
+        if zero:
             facts |= {
                 "zero_stage": int(engine.zero_optimization_stage()),
                 "engine_world_size": int(engine.dp_world_size),
@@ -231,7 +238,6 @@ class FineTuneTrainer(Trainer):
                 "gradient_clipping": float(engine.gradient_clipping()),
                 "fp16": bool(engine.fp16_enabled()),
                 "bf16": bool(engine.bfloat16_enabled()),
-                "optimizer": type(inner).__name__,
                 "decoupled_decay": bool(getattr(inner, "adam_w_mode", True)),
             }
         return facts | {"precision": types_in_use(self)}
@@ -244,7 +250,9 @@ class FineTuneTrainer(Trainer):
                 these have happened in silence: an environment variable is enough. Or a mixture of experts would hang.
         """
         facts, plan, config = self.engine_facts(), self.plan, self.config
-        expected = {"world_size": plan.world_size}
+        runs_as = "deepspeed.DeepSpeedCPUAdam" if plan.strategy.offload_optimizer else plan.optimizer.runs_as
+        package, _, name = runs_as.partition(".")
+        expected = {"world_size": plan.world_size, "optimizer": name, "optimizer_package": package}
         if plan.strategy.deepspeed:
             expected |= {
                 "engine": "DeepSpeedEngine",
@@ -254,13 +262,12 @@ class FineTuneTrainer(Trainer):
                 "gradient_clipping": config.optim.max_grad_norm,
                 "fp16": config.train.precision == "fp16",
                 "bf16": config.train.precision == "bf16",
-                "optimizer": "DeepSpeedCPUAdam" if plan.strategy.offload_optimizer else "AdamW",
                 "decoupled_decay": True,
             }
         elif plan.world_size > 1:
             expected["engine"] = "DistributedDataParallel"
         wrong = [f"{k} is {facts.get(k)}, planned {v}" for k, v in expected.items() if facts.get(k) != v]
-        wrong += check_types(facts["precision"], plan.strategy.master_bytes, plan.strategy.moment_bytes)
+        wrong += check_types(facts["precision"], plan.optimizer, plan.strategy)
         if wrong:
             raise RunError("what runs is not what was planned: " + "; ".join(wrong))
         if plan.strategy.stage == 3:

@@ -116,10 +116,10 @@ def test_auto_takes_the_fastest_that_fits():
 def test_exact_updates_come_before_rounded_ones():
     """bf16 master weights lose small updates (casebook FP-4): only when nothing exact fits, and then it is said."""
     exact = seven(*MODEST)
-    faster = [c for c in exact.candidates if c.fits and c.strategy.rounds_updates and c.timing.tokens_per_second > exact.timing.tokens_per_second]
-    assert not exact.strategy.rounds_updates and faster
+    faster = [c for c in exact.candidates if c.fits and c.rounding != "none" and c.timing.tokens_per_second > exact.timing.tokens_per_second]
+    assert exact.chosen.rounding == "none" and faster
     rounded = seven(*MODEST, host=128)
-    assert rounded.strategy.rounds_updates and any("updates smaller than" in n for n in rounded.notes)
+    assert rounded.chosen.rounding == "plain" and any("updates smaller than" in n for n in rounded.notes)
 
 
 def test_seven_billion_on_128_gib_is_refused_with_the_host_figure():
@@ -277,7 +277,7 @@ def test_an_own_file_with_bf16_states_is_planned_as_such(tmp_path):
     file.write_text(json.dumps(ours))
     p = plan(f"deepspeed={file}", "train.precision=bf16", recipe=LLM, hardware=described_cards(8))
     shipped = plan("strategy=zero3_bf16", "train.precision=bf16", recipe=LLM, hardware=described_cards(8))
-    assert p.strategy.rounds_updates and p.memory == shipped.memory
+    assert p.chosen.rounding == "stochastic" and p.memory == shipped.memory
     ours["zero_optimization"]["sub_group_size"] = 1_000_000_000
     file.write_text(json.dumps(ours))
     p = plan(f"deepspeed={file}", "train.precision=bf16", recipe=LLM, hardware=described_cards(8), force=True)
