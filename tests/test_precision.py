@@ -91,14 +91,16 @@ def test_skipped_steps_are_counted_and_are_no_training(tmp_path, tiny_recipe, st
                 "train.global_batch_size=4", "train.max_steps=16", cwd=tmp_path)  # fmt: skip
     rows, skipped = rows_of(run), run["skipped_steps"]
     assert 2 <= skipped < 16 and (run["steps"], run["updates"]) == (16, 16 - skipped)
-    assert [row["skipped"] for row in rows] == [min(i + 1, skipped) for i in range(16)]
-    assert [row["loss_scale"] for row in rows] == [2.0 ** (26 - min(i + 1, skipped)) for i in range(16)]
-    assert [("loss" in row, row["grad_norm"] is None) for row in rows] == [(i >= skipped, i < skipped) for i in range(16)]
-    assert run["tokens"] == (16 - skipped) * 4 * 64 == rows[-1]["tokens"] and rows[skipped - 1]["tokens"] == 0
-    assert rows[-1]["target_tokens"] == run["target_tokens"] <= run["tokens"]
+    so_far = [row["skipped"] for row in rows]
+    left_out = [b - a for a, b in zip([0, *so_far], so_far, strict=False)]
+    assert len(rows) == 16 and left_out[0] == 1 and set(left_out) == {0, 1} and so_far[-1] == skipped
+    assert [row["loss_scale"] for row in rows] == [2.0 ** (26 - n) for n in so_far]
+    assert [("loss" in row, row["grad_norm"] is None) for row in rows] == [(not x, bool(x)) for x in left_out]
+    assert [row["tokens"] for row in rows] == [(i + 1 - n) * 4 * 64 for i, n in enumerate(so_far)]
+    assert rows[-1]["tokens"] == run["tokens"] and 0 < rows[-1]["target_tokens"] == run["target_tokens"] <= run["tokens"]
     # The curve follows the updates: the first update has its first rate, and none is left out.
     optim = load_config(tiny_recipe).optim
-    rates = [optim.lr * lr_factor(optim, max(0, i - skipped), 16, 2) for i in range(16)]
+    rates = [optim.lr * lr_factor(optim, i - n, 16, 2) for i, n in enumerate([0, *so_far[:-1]])]
     assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
 
 
