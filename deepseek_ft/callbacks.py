@@ -160,7 +160,7 @@ class RunLog(TrainerCallback):
             if e["grad_norm"] is not None:
                 parts.append(f"grad {e['grad_norm']:.2f}")
             if e["skipped"]:
-                parts.append(f"skipped {e['skipped']}, scale {e['loss_scale']:g}")
+                parts.append(f"skipped {e['skipped']}, scale {e['loss_scale'] or 1:g}")
             if e["tokens_per_second"]:
                 parts.append(f"{e['tokens_per_second']:,.0f} tok/s")
             if "expert_load_max" in e:

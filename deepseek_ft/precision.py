@@ -276,7 +276,10 @@ class Numbers:
         if self.precision != "fp16":
             return None
         engine = getattr(self.trainer.model_wrapped, "optimizer", None)
-        return getattr(engine, "loss_scaler", None) or getattr(self.trainer.accelerator, "scaler", None)
+        for owner, name in ((engine, "loss_scaler"), (engine, "loss_scale_config"), (self.trainer.accelerator, "scaler")):
+            if (scaler := getattr(owner, name, None)) is not None:
+                return scaler  # of ZeRO, of stage 0, of torch
+        return None
 
     @property
     def loss_scale(self) -> float | None:
@@ -313,9 +316,10 @@ class Numbers:
         patience, self._patience = self._patience, getattr(self._scaler(), "cur_hysteresis", 1)
         broken_loss = any(_from_all(not bool(torch.isfinite(self.trainer._tr_loss))))
         self._leave_out()
-        smallest = getattr(self._scaler(), "min_scale", 1.0)
-        static = not getattr(self._scaler(), "dynamic", True)
-        ends = self.in_a_row >= STATIC_PATIENCE if static else (before or 0) <= smallest and patience <= 1
+        scaler = self._scaler()
+        smallest = getattr(scaler, "min_scale", getattr(scaler, "min_loss_scale", None)) or 1.0
+        static = not getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", True))
+        ends = self.in_a_row >= STATIC_PATIENCE if static or before is None else before <= smallest and patience <= 1
         if self.origin is None or (self.origin.module is None and (broken_loss or ends)):
             self._locate()
             now = "" if static or before == self._scale else f" -> {self._scale:g}"
@@ -374,7 +378,7 @@ class Numbers:
                 "these rows: `deepseek-ft data show`")  # fmt: skip
 
     def _at_the_end(self, step: int, static: bool) -> str:
-        scale = f"{self._scale:g}"
+        scale = f"{self._scale or 1:g}"
         what = (f"the loss scale is static ({scale}), and it failed {self.in_a_row} times in a row: set fp16.loss_scale to 0, which "
                 "adapts" if static else f"the loss scale is at its smallest ({scale}) and cannot go down further")  # fmt: skip
         forward = self.origin is not None and self.origin.module is not None
