@@ -259,7 +259,7 @@ def fast(*values):
 def test_a_run_learns_and_a_resumed_one_goes_on_as_if_it_had_not_stopped(name, strategy, tiny_recipe, tmp_path):
     words = (*BF16, f"strategy={strategy}", f"optim.name={name}", *(["optim.rank=8"] if "rank" in OPTIMIZERS[name].options else []))
     words += ("train.micro_batch_size=6",) if strategy == "single" else ()
-    straight = train(tiny_recipe, *words, "train.save_steps=4", cwd=tmp_path / "a")
+    straight = train(tiny_recipe, *words, "train.save_steps=4", cwd=tmp_path)
     facts = straight["engine_facts"]
     assert f"{facts['optimizer_package']}.{facts['optimizer']}" == OPTIMIZERS[name].runs_as and facts["zero_stage"] == (STRATEGIES[strategy].stage or None)
     assert straight["plan"]["optimizer"] == name and losses(straight)[-1] < losses(straight)[0] - 0.1
@@ -271,22 +271,53 @@ def test_a_run_learns_and_a_resumed_one_goes_on_as_if_it_had_not_stopped(name, s
     shutil.rmtree(folder / "checkpoint-8")
     shutil.rmtree(folder / "model")
     (folder / "run.json").write_text(json.dumps({k: v for k, v in straight.items() if k != "folder"} | {"status": "running"}))
-    resumed = train(tiny_recipe, *words, "train.save_steps=4", "--resume", cwd=tmp_path / "a")
+    resumed = train(tiny_recipe, *words, "train.save_steps=4", "--resume", cwd=tmp_path)
     assert losses(resumed) == losses(straight) and resumed["after"]["loss"] == straight["after"]["loss"]
-
-
-def bf16_checkpoint(run: dict, folder):
-    """The model of a run as a bf16 checkpoint, as they are published."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    AutoModelForCausalLM.from_pretrained(run["folder"] / "model", dtype=torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(run["folder"] / "model").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def published(tiny_recipe, tmp_path_factory):
+    """A trained model as a bf16 checkpoint, as models are published."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     folder = tmp_path_factory.mktemp("published")
     run = train(tiny_recipe, "strategy=single", "train.micro_batch_size=6", "optim.lr=1e-3", cwd=folder)
-    return bf16_checkpoint(run, folder / "model")
+    AutoModelForCausalLM.from_pretrained(run["folder"] / "model", dtype=torch.bfloat16).save_pretrained(folder / "bf16")
+    AutoTokenizer.from_pretrained(run["folder"] / "model").save_pretrained(folder / "bf16")
+    return folder / "bf16"
+
+
+def weights_of(run: dict) -> dict:
+    """What was trained, at the width that it was trained at: ZeRO's fp32 masters, otherwise the model folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if run["zero_stage"] and run["plan"]["optimizer"] == "adamw" and "bf16" not in run["plan"]["strategy"]:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        return get_fp32_state_dict_from_zero_checkpoint(str(run["folder"] / "checkpoint-8"))
+    return AutoModelForCausalLM.from_pretrained(run["folder"] / "model", dtype=torch.float32).state_dict()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "strategy", ["single", pytest.param("ddp", marks=pytest.mark.slow), "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_bf16_checkpoint_is_trained_with_fp32_master_weights(strategy, published, tiny_recipe, tmp_path):
+    """Casebook FP-4: plain AdamW on the loaded bf16 weights moved 11 % of them; more than 70 % must move."""
+    from transformers import AutoModelForCausalLM
+
+    words = (f"model.path={published}", "model.tokenizer=null", f"strategy={strategy}", "train.precision=bf16", "optim.lr=1e-5",
+             "optim.warmup_steps=0", "optim.schedule=constant", "optim.weight_decay=0", "train.save_steps=8")  # fmt: skip
+    words += ("train.micro_batch_size=6",) if strategy == "single" else ()
+    after = weights_of(train(tiny_recipe, *words, cwd=tmp_path))
+    before = AutoModelForCausalLM.from_pretrained(published, dtype="float32").state_dict()
+    assert before.keys() == after.keys()
+    moved = sum((before[n] != after[n].float()).sum().item() for n in before)
+    assert moved > 0.7 * sum(p.numel() for p in before.values())
+
+
+@pytest.mark.parametrize(("words", "said"), [((), None), (("optim.name=adamw_bf16",), "ddp keeps bf16 weights only")])
+def test_the_log_says_when_no_fp32_weights_are_kept(words, said):
+    notes = plan_run(recipe("strategy=ddp", *words), CARDS, force=True).notes
+    assert any(said in n for n in notes) if said else not any("bf16 weights" in n for n in notes)
