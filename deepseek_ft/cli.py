@@ -21,6 +21,7 @@ examples:
   deepseek-ft plan deepseek-llm-7b/wikitext103_full --gpus 3 --gpu rtx4090 --host-ram-gib 256
   deepseek-ft recipes deepseek-coder-7b/code_full        show a recipe, resolved
   deepseek-ft data show quickstart                       what is read and what is learnt
+  deepseek-ft merge runs/my-run                          adapter and base -> a model folder
   deepseek-ft doctor                                     what would go wrong on this machine
 """
 
@@ -103,6 +104,14 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("--prune", type=_days, metavar="DAYS", help="delete what was not used for so many days; 0: everything")
     for one in (show, stats, cache):
         one.add_argument("--json", action="store_true", help="for programs")
+
+    merge = commands.add_parser(
+        "merge",
+        help="add an adapter to its base",
+        description="Write a whole model folder from an adapter and its base, and compare its logits with theirs.",
+    )
+    merge.add_argument("adapter", help="the folder of a run, or of an adapter")
+    merge.add_argument("--output", metavar="DIR", help="a folder that is not there yet (merged, beside the adapter's)")
 
     doctor = commands.add_parser("doctor", help="check this machine, and measure it")
     doctor.add_argument("--json", action="store_true", help="for programs")
@@ -241,6 +250,21 @@ def _doctor(arguments: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
+def _merge(arguments: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from . import adapters
+
+    done = adapters.merge(Path(arguments.adapter), Path(arguments.output) if arguments.output else None)
+    print(f"{done['adapter']} merged into {done['base']} ({done['precision']}) -> {done['folder']}")
+    of = " of the mean: rounding moves a few tokens to other experts" if done["judged"] == "mean" else ""
+    print(f"  logits of {done['rows']} rows differ by at most {done['largest_difference']:.2g}, {done['mean_difference']:.2g} on average, from "
+          f"those of base and adapter (tolerance {done['tolerance']:.2g}{of})")  # fmt: skip
+    if done["quantized_base"]:
+        print("  the adapter was trained beside the base in 4 bits, and is now in the whole one: score the merged model before you "
+              "use it, or go on using the adapter beside the 4-bit base")  # fmt: skip
+
+
 def _data(arguments: argparse.Namespace) -> None:
     from .config import load_config
     from .data import view
@@ -325,7 +349,8 @@ def main(argv: list[str] | None = None) -> int:
     if late:
         arguments.overrides += late
     set_up_logging()
-    action = {"train": _train, "plan": _plan, "recipes": _recipes, "data": _data, "doctor": _doctor}[arguments.command]
+    actions = {"train": _train, "plan": _plan, "recipes": _recipes, "data": _data, "doctor": _doctor, "merge": _merge}
+    action = actions[arguments.command]
     try:
         return guard(lambda: action(arguments))
     except BrokenPipeError:  # as in `deepseek-ft recipes | head -1`

@@ -51,11 +51,27 @@ class ModelConfig:
 @dataclass(frozen=True)
 class MethodConfig:
     kind: str = _choice("full", "lora", "qlora")
-    """`full` trains every weight. `lora` and `qlora` train adapters; this version plans them and does not train them."""
+    """`full` trains every weight that is not frozen. `lora` trains a small adapter beside a frozen base (arXiv:2106.09685),
+    `qlora` beside a base in 4 bits (arXiv:2305.14314; needs the package bitsandbytes)."""
     rank: int = 16
     """Width of an adapter."""
+    alpha: float | None = None
+    """What the adapter's output is multiplied by, times the rank (`rslora`: times its square root). null: twice the rank."""
+    dropout: float = 0.0
+    """Share of an adapter's input that is left out at random while training."""
+    variant: str = _choice("lora", "rslora", "dora")
+    """`rslora` divides alpha by the square root of the rank (arXiv:2312.03732), `dora` trains the norm of each row of the
+    adapted weights too (arXiv:2402.09353), which costs time and memory."""
     targets: list[str] | None = None
-    """Modules that get an adapter, by the end of their names; null: the linear layers of attention and feed-forward."""
+    """Modules that get an adapter, by the end of their names; null: the linear layers of attention and feed-forward. The
+    router of a mixture of experts never gets one."""
+    experts: bool = False
+    """Adapt the routed experts of V2 and V3 models too: each expert gets a pair of its own."""
+    train_also: list[str] = field(default_factory=list)
+    """Trained whole, beside the adapter: embed_tokens, lm_head or both."""
+    freeze: list[str] = field(default_factory=list)
+    """Of `full`: what is not trained, by parts of the weights' names: `embed_tokens`, `layers.0-11` (both ends included),
+    `layers.*.mlp`, `*norm`."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +324,30 @@ OTHER_NAMES = {
     "sequence_len": "data.seq_len",
     "cutoff_len": "data.seq_len",
     "dataset": "data.train",
+    "finetuning_type": "method.kind",
+    "tuner_type": "method.kind",
+    "train_type": "method.kind",
+    "use_peft": "method.kind",
+    "load_in_4bit": "method.kind=qlora",
+    "quantization_bit": "method.kind=qlora",
+    "lora_r": "method.rank",
+    "lora_rank": "method.rank",
+    "lora_alpha": "method.alpha",
+    "lora_dropout": "method.dropout",
+    "use_dora": "method.variant=dora",
+    "use_rslora": "method.variant=rslora",
+    "lora_target": "method.targets",
+    "lora_target_modules": "method.targets",
+    "target_modules": "method.targets",
+    "lora_target_linear": "method.targets (null is every linear layer)",
+    "target_parameters": "method.experts",
+    "modules_to_save": "method.train_also",
+    "additional_target": "method.train_also",
+    "lora_modules_to_save": "method.train_also",
+    "freeze_trainable_layers": "method.freeze (which says what is frozen, not what is trained)",
+    "freeze_trainable_modules": "method.freeze (which says what is frozen, not what is trained)",
+    "unfrozen_parameters": "method.freeze (which says what is frozen, not what is trained)",
+    "freeze_parameters": "method.freeze",
     "model_name_or_path": "model.path",
     "base_model": "model.path",
     "model_name": "model.path",
@@ -769,7 +809,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         "experts.bias_update_speed": config.experts.bias_update_speed,
         "model.checkpoint_every": config.model.checkpoint_every, "model.tiled_mlp": config.model.tiled_mlp,
         "optim.rank": optim.rank, "optim.update_proj_gap": optim.update_proj_gap,
-        "ranks": config.ranks, "method.rank": config.method.rank, "data.shuffle_rows": data.shuffle_rows,
+        "ranks": config.ranks, "method.rank": config.method.rank, "method.alpha": config.method.alpha,
+        "data.shuffle_rows": data.shuffle_rows,
     }  # fmt: skip
     for key, value in positive.items():
         if value is not None and not 0 < value < float("inf"):
@@ -788,6 +829,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     ):
         if value is not None and not low <= value <= high:
             yield f"{key}: got {value}; it must be {'at least 0' if high > 1 else 'between 0 and 1'}"
+    yield from _odd_method(config.method)
     if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
         yield f"optim.betas: got {list(optim.betas)}; two numbers from 0 to below 1, such as [0.9, 0.999]"
     balance = config.experts.balance_loss
@@ -851,6 +893,32 @@ def _contradictions(config: Config) -> Iterator[str]:
                 yield f"{here}.holdout: got {source.holdout}; a share between 0 and 1, such as 0.01"
             if source.max_documents is not None and source.max_documents < 1:
                 yield f"{here}.max_documents: got {source.max_documents}; it must be above 0"
+
+
+TRAINED_WHOLE = ("embed_tokens", "lm_head")
+
+
+def _odd_method(method: MethodConfig) -> Iterator[str]:
+    if not 0 <= method.dropout < 1:
+        yield f"method.dropout: got {method.dropout}; it must be at least 0 and below 1"
+    unknown = [name for name in method.train_also if name not in TRAINED_WHOLE]
+    if unknown:
+        yield f"method.train_also: got {', '.join(unknown)}; known: {', '.join(TRAINED_WHOLE)}"
+    if method.targets is not None and not method.targets and not method.experts:
+        yield "method.targets: got an empty list; null adapts every linear layer of attention and feed-forward"
+    if method.kind == "full":
+        default = MethodConfig()
+        for key in ("alpha", "dropout", "variant", "targets", "experts", "train_also"):
+            if getattr(method, key) != getattr(default, key):
+                yield f"method.{key} is set, and method.kind=full has no adapter; use method.kind=lora or leave it out"
+    elif method.freeze:
+        yield f"method.freeze: {method.kind} freezes every weight of the model as it is; it belongs to method.kind=full"
+    if method.kind == "qlora" and method.experts:
+        yield "method.experts: the fused experts are not quantised, so qlora does not adapt them; use method.kind=lora"
+    if method.experts and method.variant == "dora":
+        yield "method.experts: peft's adapters of fused experts know no DoRA; use method.variant=lora or rslora"
+    if method.experts and method.dropout:
+        yield "method.experts: peft's adapters of fused experts know no dropout; set method.dropout=0"
 
 
 def is_hub_id(source: str) -> bool:

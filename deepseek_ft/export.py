@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Trainer
 
+from . import adapters
 from .data.blocks import IGNORED
 from .data.chat import ChatForm
 from .errors import CheckpointError, ConfigError
@@ -29,6 +30,7 @@ def save_model_folder(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, fold
     partial = folder.with_name(f"{folder.name}.partial")
     trainer.model.config.use_cache = True
     trainer.save_model(str(partial))
+    adapters.check_saved(trainer.model, partial, trainer.is_world_process_zero())
     if trainer.is_world_process_zero():
         (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs to load the model
         tokenizer.save_pretrained(str(partial))
@@ -66,14 +68,22 @@ def check_model_folder(
     room = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     device = torch.device("cuda" if room > 1.3 * weights else "cpu")
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        if adapters.is_adapter(folder):
+            model, info = adapters.load_with_base(folder)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
         tokenizer = load_tokenizer(str(folder))
     except ConfigError as error:
         raise CheckpointError(f"{folder} has the model, but not its tokenizer: {error}") from None
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{folder} does not load: {type(error).__name__}: {error}") from error
     check_loading_info(info, str(folder))
-    model.to(device).eval()
+    if not getattr(model, "is_quantized", False):
+        model.to(device)
+    device = model.device
+    model.eval()
     if not rows:
         log.info("%s loaded in a fresh process; without held-out data there is no loss to compare", folder)
         return {}

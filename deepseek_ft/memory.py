@@ -10,9 +10,11 @@ comment says so. `benchmarks/memory.py` holds all of it against torch's count of
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .optimizers import OPTIMIZERS, Optimizer, keeps_bf16_weights, states_bytes
 from .shapes import EXPERTS, LayerKind, ModelShape
@@ -46,16 +48,32 @@ SUB_GROUP = 1_000_000_000
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA (arXiv:2106.09685): which linear layers get a pair of narrow ones, how narrow, on which base."""
+    """LoRA (arXiv:2106.09685): which linear layers get a pair of narrow ones, how narrow, on which base; and what is trained
+    beside them. rsLoRA differs in a factor only."""
 
     rank: int
     targets: tuple[str, ...]
     """Ends of the adapted modules' names, such as `q_proj`."""
     quantized: bool = False
     """The base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, whole on every card."""
+    dora: bool = False
+    """The norm of each row of the adapted weights is trained too (DoRA, arXiv:2402.09353 §4)."""
+    experts: bool = False
+    """Every routed expert gets a pair for each of its two fused weights."""
+    whole: tuple[str, ...] = ()
+    """embed_tokens, lm_head: trained as a copy beside the frozen one."""
 
     def adapts(self, weight: str) -> bool:
         return weight.endswith(".weight") and weight.removesuffix(".weight").rsplit(".", 1)[-1] in self.targets
+
+    def of(self, name: str, shape: tuple[int, ...]) -> int:
+        """Trained numbers beside one weight of a layer: rank x (in + out), and a norm for each row of a DoRA."""
+        if self.experts and name in EXPERTS:
+            experts, out, into = shape
+            return self.rank * experts * (into + out)
+        if len(shape) != 2 or not self.adapts(name):
+            return 0
+        return self.rank * sum(shape) + (shape[0] if self.dora else 0)
 
 
 # What DeepSpeed 0.19 takes for a key that a file leaves out (deepspeed/runtime/zero/config.py).
@@ -87,6 +105,8 @@ class Workload:
     adapter: Adapter | None = None
     balance_loss: bool = False
     """Of a mixture of experts: the logits of every router wait for it."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the weights that a full fine-tune leaves as they are (`matches`)."""
     isolated: bool = False
     """Documents of a block do not see each other, by a mask: every attention but flash's needs one."""
     device: str = "cuda"
@@ -138,6 +158,11 @@ class Workload:
     def recomputed(self) -> list[bool]:
         """Whether each layer, in order, is computed again in the backward pass."""
         return [self.checkpointing and i % self.checkpoint_every == 0 for i in range(self.shape.layers)]
+
+    @property
+    def trained_element(self) -> int:
+        """Bytes of a trained weight and its gradient: plain PyTorch keeps what it updates in fp32, DeepSpeed has masters for it."""
+        return self.element if self.strategy.deepspeed or self.bf16_weights else FP32
 
     @property
     def flash(self) -> bool:
@@ -193,6 +218,21 @@ class Op:
 
 
 def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
+    """The operations of a layer in order, bytes per token, and what DoRA adds to them."""
+    ops = _layer_tape(load, kind)
+    if load.adapter is None or not load.adapter.dora:
+        return ops
+    # peft's DoraLinearLayer multiplies the adapter out, in the adapter's type, by an identity as wide as the input, and adds
+    # the weight for the norms; nothing of that is saved. The results of base and adapter are, for the rows' factors.
+    adapted = [w for n, w in kind.weights.items() if len(w) == 2 and load.adapter.adapts(n)]
+    if not adapted:
+        return ops
+    saves = sum(2 * load.element * out for out, _ in adapted)
+    work = max(load.trained_element * into * into + 3 * load.trained_element * out * into for out, into in adapted)
+    return [*ops, Op("DoRA norms", saves, load.element * load.shape.hidden_size + work / load.tokens)]
+
+
+def _layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
     """The operations of a layer in order, bytes per token.
 
     `work` counts what is alive only in that operation's backward pass: the gradient that comes in, those that go out,
@@ -216,7 +256,9 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
         if load.adapter is None:
             return e * width * (len(present) if load.autocast else 1)
         adapted = [n for n in present if load.adapter.adapts(n)]
-        return (e * width if adapted else 0) + e * load.adapter.rank * len(adapted)
+        # Without DeepSpeed the adapters are fp32: peft casts each one's input to that, and autocast back, into its own copy.
+        copies = len(adapted) if not load.strategy.deepspeed and e < f else min(1, len(adapted))
+        return e * width * copies + e * load.adapter.rank * len(adapted)
 
     def norm(name: str, width: float, carried: float, weight: str, entering: int) -> Op:
         """RMSNorm computes in fp32: it saves the fp32 copy, 1/rms and, when its weight is trained, the normalised copy."""
@@ -290,15 +332,22 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
     width, chosen = twice // 2, shape.experts_per_token
     waiting = residual + e * h
     trained = 0 if load.adapter is not None else 1
+    # Adapted experts are computed with a copy of their fused weights to which the adapter's product is added (peft's
+    # ParamWrapper); the copy is saved, and its gradient is as large.
+    own = load.adapter is not None and load.adapter.experts
+    merged = [e * math.prod(w[name]) / load.tokens if own else 0 for name in EXPERTS]
+    trained_input = 1 if own else trained
     ops += [
         # The router reads an fp32 copy; its scores, choices and the sorting of tokens by expert are small.
         Op("router", e * h * trained + (f * h * trained if e < f else 0) + 2 * f * experts + 6 * 8 * chosen,
            residual + 2 * f * experts + f * h, full("mlp.gate.weight")),
         Op("dispatch", 0, waiting + 2 * e * h * chosen),
-        Op("experts up", e * h * chosen * trained, waiting + 2 * e * width * chosen + e * h * chosen, full(EXPERTS[0])),
+        Op("experts up", e * h * chosen * trained_input + merged[0],
+           waiting + 2 * e * width * chosen + e * h * chosen + merged[0], full(EXPERTS[0])),
         Op("experts activation", 2 * e * width * chosen, waiting + 5 * e * width * chosen),
         Op("experts product", e * width * chosen, waiting + 3 * e * width * chosen),
-        Op("experts down", e * width * chosen * trained, waiting + e * (h + width) * chosen, full(EXPERTS[1])),
+        Op("experts down", e * width * chosen * trained_input + merged[1],
+           waiting + e * (h + width) * chosen + merged[1], full(EXPERTS[1])),
         Op("combine", e * h * chosen, residual + 3 * f * h * chosen),  # back to the order of tokens: one copy too many
     ]  # fmt: skip
     shared = w.get("mlp.shared_experts.down_proj.weight")
@@ -354,17 +403,73 @@ class Memory:
 
 
 def adapter_parameters(shape: ModelShape, adapter: Adapter) -> int:
-    """Trained weights of an adapter: rank x (in + out) for every adapted layer."""
-    return sum(
-        kind.count * adapter.rank * sum(weight)
-        for kind in shape.kinds
-        for name, weight in kind.weights.items()
-        if len(weight) == 2 and adapter.adapts(name)
-    )
+    """Trained numbers of an adapter, and of what is trained beside it."""
+    layers = sum(kind.count * adapter.of(name, weight) for kind in shape.kinds for name, weight in kind.weights.items())
+    return layers + len(adapter.whole) * shape.vocab_size * shape.hidden_size
+
+
+def adapted_modules(shape: ModelShape, adapter: Adapter) -> dict[str, int]:
+    """How many modules of each kind get an adapter, or are trained whole."""
+    counts: dict[str, int] = {}
+    for kind in shape.kinds:
+        for name, weight in kind.weights.items():
+            if adapter.of(name, weight):
+                end = name.removesuffix(".weight").rsplit(".", 1)[-1]
+                end = f"experts.{end}" if name in EXPERTS else end
+                counts[end] = counts.get(end, 0) + kind.count
+    return counts | dict.fromkeys(adapter.whole, 1)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of `method.freeze` means a weight: its parts stand, in a row, among those of the weight's name.
+
+    A part is a word with `*` and `?`, or a range of layers such as 0-11, both ends included.
+    """
+
+    def same(part: str, word: str) -> bool:
+        first, dash, last = part.partition("-")
+        if dash and first.isdecimal() and last.isdecimal():
+            return word.isdecimal() and int(first) <= int(word) <= int(last)
+        return fnmatch.fnmatchcase(word, part)
+
+    parts, words = pattern.split("."), name.split(".")
+    starts = range(len(words) - len(parts) + 1)
+    return any(all(map(same, parts, words[start:])) for start in starts)
+
+
+@lru_cache(maxsize=256)
+def _is_frozen(patterns: tuple[str, ...], name: str) -> bool:
+    return any(matches(pattern, name) for pattern in patterns)
+
+
+def trained_sizes(load: Workload) -> tuple[int, list[int], int, int]:
+    """Trained numbers of the embedding, of each layer, and of last norm and head; a tied head is counted as the embedding."""
+    shape, adapter = load.shape, load.adapter
+    table = shape.vocab_size * shape.hidden_size
+    if adapter is not None:
+        layers = [sum(adapter.of(n, s) for n, s in k.weights.items()) for k in shape.kinds for _ in range(k.count)]
+        return table * ("embed_tokens" in adapter.whole), layers, 0, table * ("lm_head" in adapter.whole)
+
+    def trained(name: str) -> bool:
+        return not _is_frozen(load.frozen, name)
+
+    layers, first = [], 0
+    for kind in shape.kinds:
+        for i in range(first, first + kind.count):
+            layers.append(sum(math.prod(s) for n, s in kind.weights.items() if trained(f"model.layers.{i}.{n}")) if load.frozen
+                          else kind.parameters)  # fmt: skip
+        first += kind.count
+    return (table * trained("model.embed_tokens.weight"), layers, shape.hidden_size * trained("model.norm.weight"),
+            0 if shape.tied else table * trained("lm_head.weight"))  # fmt: skip
 
 
 def _trained(load: Workload) -> int:
-    return load.shape.parameters if load.adapter is None else adapter_parameters(load.shape, load.adapter)
+    if load.adapter is not None:
+        return adapter_parameters(load.shape, load.adapter)
+    if not load.frozen:
+        return load.shape.parameters
+    embedding, layers, norm, head = trained_sizes(load)
+    return embedding + sum(layers) + norm + head
 
 
 def _base_bytes(load: Workload) -> float:
@@ -381,7 +486,7 @@ def _base_bytes(load: Workload) -> float:
             if len(s) == 2 and n != "mlp.gate.weight"
         )
         frozen -= linear * (load.element - NF4_BYTES)
-    return frozen + adapter_parameters(shape, load.adapter) * (load.element if load.strategy.deepspeed else FP32)
+    return frozen + adapter_parameters(shape, load.adapter) * load.trained_element
 
 
 def _largest(shape: ModelShape) -> int:
@@ -511,10 +616,13 @@ class _Step:
         self.resident = _resident(load)
         self.head = shape.vocab_size * h
         self.sizes = [kind.parameters for kind in shape.kinds for _ in range(kind.count)]
-        self.trained_head, self.trained_sizes = self.head, self.sizes
-        if load.adapter is not None:
-            each = [(adapter_parameters(_only(shape, kind), load.adapter), kind.count) for kind in shape.kinds]
-            self.trained_head, self.trained_sizes = 0, [size for size, count in each for _ in range(count)]
+        self.trained_embedding, self.trained_sizes, _, own_head = trained_sizes(load)
+        self.trained_head = self.trained_embedding if shape.tied else own_head
+        if shape.tied:  # one table, whose gradient is whole at the end only
+            self.trained_embedding = self.trained_head
+        # Below the first trained weight nothing is kept for a backward pass that does not come there.
+        lowest = next((i for i, size in enumerate(self.trained_sizes) if size), len(self.trained_sizes))
+        self.lowest = 0 if self.trained_embedding else lowest
         self.bucket = load.zero("reduce_bucket_size", h * h if load.strategy.stage == 3 else 100_000_000)
         self.at_loss, self.at_layer = _gathered(load) if load.strategy.stage == 3 else (0.0, {})
 
@@ -524,8 +632,9 @@ class _Step:
         self.saved = [t * sum(op.saves for op in tape) for kind, tape in self.tapes for _ in range(kind.count)]
         self.entering = self.stream * h * t
         self.recomputed = load.recomputed
+        self.saved = [each if i >= self.lowest else 0.0 for i, each in enumerate(self.saved)]
         waits = 0.0 if load.offload_activations and load.device == "cuda" else self.entering
-        self.kept = [waits if again else each for again, each in zip(self.recomputed, self.saved, strict=True)]
+        self.kept = [waits if again and i >= self.lowest else self.saved[i] for i, again in enumerate(self.recomputed)]
         self.rotary = t * (FP32 if shape.latent else 2 * e) * shape.rope_head_dim + 3 * 8 * t
         trains = load.adapter is None
         last_norm = t * (FP32 * h + FP32 + (self.stream + e) * h * trains)
@@ -537,7 +646,7 @@ class _Step:
         self.activations = sum(self.kept) + last_norm + self.rotary + mask
 
         # Plain PyTorch keeps whole gradients, ZeRO lets them go as they are sharded.
-        self.gradient = FP32 if load.autocast else e
+        self.gradient = load.trained_element
         self.stays = load.strategy.stage == 0
         self.earlier = self.gradient * self.trained if self.stays and load.grad_accum_steps > 1 else 0.0
         # Autocast's copies of the weights: cached until the forward pass ends, saved where a layer is not recomputed.
@@ -571,7 +680,7 @@ class _Step:
     def loss(self) -> Iterator[tuple[str, dict[str, float]]]:
         load, t, e = self.load, self.t, self.load.element
         h = load.shape.hidden_size
-        trains_head = load.adapter is None
+        trains_head = self.trained_head > 0
         forward, backward, left = _loss_bytes(load, self.gradient * trains_head)
         saved_casts = self.cast * (self.head + sum(n for n, again in zip(self.sizes, self.recomputed, strict=True) if not again))
         alive = {"activations": self.activations, "gathered_weights": e * self.at_loss}
@@ -601,6 +710,8 @@ class _Step:
         load, t = self.load, self.t
         for i, kind, tape in self._telling_layers():
             above = self.trained_head + sum(self.trained_sizes[i + 1 :])
+            if i < self.lowest:
+                continue
             again = self.recomputed[i]
             casts = self.cast * (sum(n for n, a in zip(self.sizes[: i + 1], self.recomputed, strict=False) if not a) + again * self.sizes[i])
             lower = sum(self.kept[:i])
@@ -609,9 +720,10 @@ class _Step:
             left, made = self.saved[i], above
             for op in reversed(tape):
                 if load.adapter is None:
-                    numel = sum(math.prod(kind.weights[name]) for name in op.weights)
+                    names = (n for n in op.weights if not _is_frozen(load.frozen, f"model.layers.{i}.{n}"))
+                    numel = sum(math.prod(kind.weights[name]) for name in names)
                 else:
-                    numel = sum(load.adapter.rank * sum(kind.weights[n]) for n in op.weights if load.adapter.adapts(n))
+                    numel = sum(load.adapter.of(n, kind.weights[n]) for n in op.weights)
                 made += numel
                 yield f"backward of layer {i}, {op.name}", self.moment(
                     made, activations=lower + left + self.rotary, working_memory=op.work * t + self.in_flight(numel) + casts,
@@ -642,7 +754,7 @@ class _Step:
 
     def embedding(self) -> Iterator[tuple[str, dict[str, float]]]:
         load, shape = self.load, self.load.shape
-        if load.adapter is not None:
+        if not self.trained_embedding:
             return
         sharded = load.strategy.stage == 3
         alive = {"activations": self.rotary, "gradients": self.gradient * self.trained if self.stays else 0.0,
@@ -652,7 +764,7 @@ class _Step:
         entering = load.element * shape.hidden_size * self.t
         yield (
             "gradient of the embedding",
-            self.moment(self.trained - self.head, working_memory=entering + flying + both, **alive),
+            self.moment(max(0, self.trained - self.trained_embedding), working_memory=entering + flying + both, **alive),
         )
         # What went into a bucket is let go before the bucket is flattened; what is larger than one stays.
         rest = flying if sharded or self.head > self.bucket else 0.0
@@ -723,11 +835,6 @@ def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
             "activations": flying * t * each, "working memory": t * working, "logits and loss": loss,
             "communication buffers": 4 * e * t * h,
         }  # fmt: skip
-
-
-def _only(shape: ModelShape, kind: LayerKind) -> ModelShape:
-    """One layer of a kind, to count by."""
-    return dataclasses.replace(shape, kinds=(dataclasses.replace(kind, count=1),))
 
 
 def resident_bytes(load: Workload) -> tuple[float, float]:
@@ -811,14 +918,14 @@ def _host(load: Workload, gpu_tensors: int) -> tuple[str, dict[str, int]]:
 def checkpoint_bytes(load: Workload) -> int:
     """One checkpoint to resume from: weights, master weights and moments; ZeRO-1 and 2 write the weights twice."""
     s, n = load.strategy, _trained(load)
-    weights = n * (FP32 if load.autocast else load.element)
+    weights = (n if load.adapter is not None else load.shape.parameters) * load.trained_element
     copies = 2 if s.deepspeed and s.stage < 3 else 1
     return int(weights * copies + n * (load.moment_bytes + (s.master_bytes if s.deepspeed else 0)))
 
 
 def export_bytes(load: Workload) -> int:
-    """The model folder at the end: the trained weights, in the type that they were trained in."""
-    return int(_trained(load) * (FP32 if load.autocast else load.element))
+    """The model folder at the end, in the type that it was trained in: every weight, or the adapter's."""
+    return int((load.shape.parameters if load.adapter is None else _trained(load)) * load.trained_element)
 
 
 def _on_one_card(load: Workload) -> Workload:

@@ -21,6 +21,7 @@ from .planner import Plan
 from .shapes import PRESETS, preset_config
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
@@ -231,14 +232,16 @@ def _make_preset(name: str, tokenizer: PreTrainedTokenizerFast, seed: int, cache
 
 
 def load_dtype(config: Config, plan: Plan) -> torch.dtype:
-    """16-bit only where DeepSpeed keeps the master weights, or the optimizer rounds in a way that loses no update."""
-    if plan.strategy.deepspeed:
+    """16-bit only where DeepSpeed keeps the master weights, the optimizer rounds in a way that loses no update, or the base is
+    not trained; otherwise updates would be rounded away."""
+    if plan.strategy.deepspeed or config.method.kind != "full":
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.train.precision]
     return torch.bfloat16 if keeps_bf16_weights(plan.optimizer, plan.strategy) else torch.float32
 
 
-def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Weights of a folder. Under ZeRO-3 each rank keeps its shard only, if the TrainingArguments exist already.
+def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel | PeftModel:
+    """Weights of a folder, what of them is frozen, and the adapter beside them. Under ZeRO-3 each rank keeps its shard only,
+    if the TrainingArguments exist already.
 
     Raises:
         CheckpointError: a weight is missing, unexpected or of another shape, or a file is broken.
@@ -247,6 +250,9 @@ def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTok
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
+    from . import adapters
+
+    adapters.check(config, source)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # what it would report is checked below, and said in one line
     try:
@@ -256,6 +262,7 @@ def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTok
             attn_implementation=config.model.attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are listed with the others, and refused below
+            **adapters.quantisation(config, plan),
         )
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
@@ -268,7 +275,7 @@ def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTok
         raise ConfigError(f"the tokenizer has ids up to {largest_id(tokenizer):,}, the model in {source} rows for {rows:,}; they do not "
                           "belong together")  # fmt: skip
     model.config.use_cache = False  # a cache is for generation; in training it only costs memory
-    return model
+    return adapters.attach(model, config, plan, source) if config.method.kind != "full" else adapters.freeze(model, config)
 
 
 def check_loading_info(info: dict, source: str) -> None:

@@ -18,7 +18,7 @@ from . import ops as ops_module
 from .config import Config, ExpertsConfig, resource_dir
 from .errors import ConfigError, PlanError, listing
 from .hardware import GIB, Hardware, probe
-from .memory import Adapter, Memory, Workload, adapter_parameters, estimate, resident_bytes
+from .memory import Adapter, Memory, Workload, estimate, matches, resident_bytes
 from .optimizers import OPTIMIZERS, ROUNDINGS, Optimizer, refused, resolve, rounding
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
@@ -217,20 +217,65 @@ def adapter_of(config: Config, shape: ModelShape) -> Adapter | None:
     """The adapter that the recipe asks for, on its targets or the architecture's usual ones.
 
     Raises:
-        ConfigError: a target that the model does not have.
+        ConfigError: something that the model does not have, or that cannot be had together.
     """
     method = config.method
     if method.kind == "full":
         return None
     names = sorted({n.removesuffix(".weight").rsplit(".", 1)[-1] for k in shape.kinds for n, s in k.weights.items()
                     if len(s) == 2 and n.endswith("_proj.weight") or n.endswith("_mqa.weight")})  # fmt: skip
-    targets = tuple(method.targets or names)
+    problems = []
+    fused = [n for n in ("gate_proj", "up_proj", "down_proj") if shape.model_type.startswith("deepseek") and method.variant == "dora"]
+    if method.targets is None:
+        names = [n for n in names if n not in fused]
+    targets = tuple(names if method.targets is None else method.targets)
+    if wrong := [t for t in targets if t in fused]:
+        problems.append(f"method.variant=dora: peft cannot load a DoRA on {', '.join(wrong)} of a V2 or V3 model again, whose names it takes "
+                        "for the routed experts'; leave them out of method.targets, or use lora or rslora")  # fmt: skip
     unknown = [t for t in targets if t not in names]
     if unknown:
-        raise ConfigError(
+        problems.append(
             f"method.targets: {', '.join(unknown)} is no linear layer of {config.model.path}; it has {', '.join(names)}"
         )
-    return Adapter(method.rank, targets, quantized=method.kind == "qlora")
+    if method.experts and not shape.experts:
+        problems.append(f"method.experts: {config.model.path} has no routed experts; leave it out")
+    if method.train_also and shape.tied:
+        problems.append(
+            f"method.train_also: embedding and head of {config.model.path} are one weight, and peft would train a copy of one of "
+            "them; leave it out"
+        )
+    if problems:
+        raise ConfigError(problems[0] if len(problems) == 1 else listing("method cannot be used with this model", problems))
+    return Adapter(
+        method.rank,
+        targets,
+        quantized=method.kind == "qlora",
+        dora=method.variant == "dora",
+        experts=method.experts,
+        whole=tuple(method.train_also),
+    )
+
+
+def frozen_of(config: Config, shape: ModelShape) -> tuple[str, ...]:
+    """The patterns of `method.freeze`, each of which means something, and which leave something to train.
+
+    Raises:
+        ConfigError: one does not, or they do not.
+    """
+    patterns = tuple(config.method.freeze)
+    if not patterns:
+        return ()
+    names = [name for name, _ in shape.names()]
+    idle = [pattern for pattern in patterns if not any(matches(pattern, name) for name in names)]
+    if idle:
+        kinds = sorted({part for name in names for part in name.split(".") if not part.isdecimal()} - {"model", "weight", "bias"})
+        raise ConfigError(
+            f"method.freeze: {', '.join(idle)} means no weight of {config.model.path}; it has layers.0-{shape.layers - 1} and "
+            f"{', '.join(k for k in kinds if k != 'layers')}"
+        )
+    if all(any(matches(pattern, name) for pattern in patterns) for name in names):
+        raise ConfigError(f"method.freeze: {', '.join(patterns)} is every weight of {config.model.path}: nothing is left to train")
+    return patterns
 
 
 def balance_coefficient(config: Config, shape: ModelShape | None) -> float | None:
@@ -284,6 +329,7 @@ def _workload(config: Config, shape: ModelShape, strategy: Strategy, world_size:
         tiled_mlp=config.model.tiled_mlp or 1,
         adapter=adapter_of(config, shape),
         balance_loss=config.experts.balance_loss is not None,
+        frozen=frozen_of(config, shape),
         isolated=config.data.isolate and not config.model.attention.startswith("flash"),
         device=hardware.device,
         deepspeed=deepspeed,
@@ -327,6 +373,10 @@ def _forbidden(
     yield from refused(resolve(config.optim.name, strategy), strategy, precision, config.method.kind)
     if config.method.kind == "qlora" and strategy.stage == 3:
         yield "cannot shard a 4-bit base"
+    if config.method.variant == "dora" and strategy.stage == 3:
+        yield "has a layer's weights in parts when DoRA takes their norms: method.variant=lora, or a strategy up to zero2"
+    if config.method.experts and strategy.stage == 3:
+        yield "has the experts' weights in parts when peft adds their adapters: method.experts=false, or a strategy up to zero2"
     old = [gpu.name for gpu in hardware.gpus[:world_size] if not gpu.has_bf16]
     if precision == "bf16" and old:
         yield f"bf16 needs an Ampere card or newer, and {old[0]} is older: train.precision=fp16"
@@ -668,13 +718,16 @@ def _pick(config: Config, shape: ModelShape | None, candidates: list[Candidate],
     """The strategy that the recipe names, or `auto`'s, with its reasons."""
     if config.strategy != "auto":
         return STRATEGIES[config.strategy], []
+
+    def forbidden(name: str) -> bool:
+        return next(c.forbidden for c in candidates if c.strategy.name == name)
+
     if hardware.device == "cpu":
-        rehearsed = ("single",) if world_size == 1 else ("zero3", "zero3_bf16", "ddp")
-        forbidden = {c.strategy.name for c in candidates if c.forbidden}
-        name = next((n for n in rehearsed if n not in forbidden), rehearsed[0])  # not every optimizer goes with ZeRO
+        rehearsed = ("single",) if world_size == 1 else ("zero3", "zero2", "zero3_bf16", "ddp")
+        name = next((n for n in rehearsed if not forbidden(n)), rehearsed[0])  # not everything goes with ZeRO
         return STRATEGIES[name], [f"strategy {name}: what {world_size} CPU rank{'s' * (world_size > 1)} can rehearse"]
     if shape is None:
-        name = "zero3_offload"
+        name = "zero2" if forbidden("zero3_offload") else "zero3_offload"
         return STRATEGIES[name], [f"strategy {name}: the size of {config.model.path} is not known before its download"]
     best = _fastest(candidates, world_size)
     if (
@@ -795,6 +848,10 @@ def _remarks(config: Config, shape: ModelShape | None, strategy: Strategy) -> It
     if train.max_steps is not None and warmup_steps(config, train.max_steps) >= train.max_steps:
         yield (f"the warm-up of {warmup_steps(config, train.max_steps)} steps is not over when the run ends "
                f"after {train.max_steps}: the learning rate stays below its peak")  # fmt: skip
+    if config.method.kind == "qlora":
+        yield ("the 4-bit base lies whole on every card" if shape is None or not shape.experts else
+               "the 4-bit base lies whole on every card, and its routed experts stay in 16 bits: they are fused weights, which "
+               "bitsandbytes does not quantise")  # fmt: skip
     if optim.schedule == "warmup":
         yield f"schedule warmup: the learning rate stays at {optim.lr:g} after the warm-up, it never decays"
 
@@ -826,7 +883,6 @@ def offer_lines(offers: tuple[Offer, ...]) -> list[str]:
         ]
     return ["  Nearest that fits:"] + [
         f"    {' '.join(o.overrides)}  ({o.candidate.strategy.name}, {figures(o.candidate)})"
-        + (" - planned, not trained by this version yet" if o.overrides[0].startswith("method.kind") else "")
         for o in offers
     ]
 
@@ -841,11 +897,6 @@ def figures(candidate: Candidate) -> str:
     if timing is not None:
         words.append(f"about {timing.tokens_per_second:,.0f} tokens/s")
     return ", ".join(words)
-
-
-def trained_parameters(config: Config, shape: ModelShape) -> int:
-    adapter = adapter_of(config, shape)
-    return shape.parameters if adapter is None else adapter_parameters(shape, adapter)
 
 
 def to_dict(plan: Plan) -> dict:

@@ -133,10 +133,9 @@ def _can_train(config: Config, plan: Plan) -> None:
     check_installed(plan.optimizer)
     if plan.chosen.forbidden:
         raise PlanError(f"strategy {plan.strategy.name} {'; '.join(plan.chosen.reasons)}")
-    if config.method.kind != "full":
-        raise PlanError(
-            f"method.kind={config.method.kind} is planned by this version and not trained by it; use method.kind=full"
-        )
+    if config.method.kind == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("method.kind=qlora needs the package bitsandbytes, which is not installed: `pip install bitsandbytes`, or "
+                          "use method.kind=lora")  # fmt: skip
     if not plan.strategy.runs:
         raise PlanError(
             f"strategy {plan.strategy.name} is planned by this version and not run by it; `deepseek-ft plan` shows what is"
@@ -368,7 +367,7 @@ def train(task: _Task, plan: Plan) -> None:
     from transformers import set_seed
     from transformers.utils.logging import disable_progress_bar
 
-    from . import experts
+    from . import adapters, experts
     from .callbacks import RunLog, peak_memory_bytes
     from .export import CHECKED_BLOCKS, learn_to_stop, save_model_folder
     from .models import load_model, token_bytes
@@ -416,9 +415,11 @@ def train(task: _Task, plan: Plan) -> None:
 
     set_seed(config.seed)
     model = load_model(materials.model_source, config, plan, materials.tokenizer)
-    if plan.strategy.stage == 3 and not all(hasattr(p, "ds_id") for p in model.parameters()):
+    base = [p for p in model.parameters() if config.method.kind == "full" or not p.requires_grad]  # adapters are sharded later
+    if plan.strategy.stage == 3 and not all(hasattr(p, "ds_id") for p in base):
         raise RunError("ZeRO-3 was planned, but the weights were loaded whole on every rank")
     check_weights(model, config, materials.model_source)
+    trained_part = adapters.describe(model, config)
     head = _head(model, config, plan, args.device)
     routers = _routers(model, config, plan, materials.tokenizer)
     if plan.strategy.stage == 3 and (leaves := experts.keep_whole(model)) and main:
@@ -426,6 +427,8 @@ def train(task: _Task, plan: Plan) -> None:
     load_peak = _gathered(peak_memory_bytes("cpu"))
     if main:
         log.info("weights loaded: at most %.2f GiB of host memory per rank", max(load_peak) / GIB)
+        for line in adapters.lines(trained_part, config):
+            log.info("%s", line)
     bytes_of_token = np.array(token_bytes(materials.tokenizer, model.config.vocab_size))
     trainer = FineTuneTrainer(
         config=config, plan=plan, model=model, args=args, train_dataset=materials.train, eval_blocks=materials.eval, head=head,
@@ -438,6 +441,8 @@ def train(task: _Task, plan: Plan) -> None:
             trainer.remove_callback(callback)
     run_log = RunLog(trainer, run_dir / "metrics.jsonl", resumed_from=task.checkpoint)
     trainer.add_callback(run_log)
+    if trained_part["parameters"] < trained_part["all_parameters"]:
+        trainer.add_callback(adapters.GradientCheck(model))
 
     trainer.train(resume_from_checkpoint=str(task.checkpoint) if task.checkpoint else None)
 
@@ -463,6 +468,7 @@ def train(task: _Task, plan: Plan) -> None:
             **{k: facts[k] for k in ("engine", "zero_stage", "world_size")},
             "engine_facts": facts,
             "precision": facts["precision"],
+            "trained": trained_part,
             "steps": trainer.state.global_step,
             "skipped_steps": trainer.numbers.skipped,
             "updates": trainer.state.global_step - trainer.numbers.skipped,

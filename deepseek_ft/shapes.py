@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -175,6 +175,18 @@ class ModelShape:
         attention = 2 * self.layers * self.attention_width * seq_len
         passes = 3 if checkpointing else 2
         return passes * (2 * body + attention) + trained * 2 * body + attention + (2 + trained) * 2 * head
+
+    def names(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every parameter's name in transformers, in the model's order, with its shape; a tied head is the embedding."""
+        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        layer = 0
+        for kind in self.kinds:
+            for _ in range(kind.count):
+                yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in kind.weights.items())
+                layer += 1
+        yield "model.norm.weight", (self.hidden_size,)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def part(self, degree: int) -> ModelShape:
         """What one of `degree` cards holds under tensor parallelism: heads and feed-forward columns split, the rest whole."""

@@ -126,6 +126,11 @@ def _values(hardware: Hardware, world_size: int, end: str | None) -> dict[str, f
     return values
 
 
+def _trained_share(load: Workload) -> float:
+    """Of the weights, those whose gradients are computed; an adapter's are next to nothing."""
+    return _trained(load) / load.shape.parameters if load.adapter is None else 0.0
+
+
 def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> dict[str, float]:
     if load.strategy.tensor or load.strategy.sequence:
         return _one_batch_parts(load, hardware, c)
@@ -137,8 +142,8 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     steps = load.grad_accum_steps
     again = sum(load.recomputed) / max(1, shape.layers)
     passes = 3 + again
-    trains = 1.0 if load.adapter is None else 0.0
-    flops = sum(part * shape.flops_per_token(load.seq_len, bool(k), trained=trains) for k, part in enumerate((1 - again, again)))
+    share = _trained_share(load)
+    flops = sum(part * shape.flops_per_token(load.seq_len, bool(k), trained=share) for k, part in enumerate((1 - again, again)))
     if load.tiled_mlp > 1:  # one more forward pass of the dense feed-forward
         flops += sum(2 * kind.count * math.prod(s) for kind in shape.kinds for n, s in kind.weights.items()
                      if n.startswith("mlp.") and n.endswith("_proj.weight") and EXPERTS[0] not in kind.weights
@@ -259,7 +264,7 @@ def estimate_time(load: Workload, hardware: Hardware) -> Timing | None:
     peak = load.world_size * min(
         g.model.tensor_flops for g in hardware.gpus[: load.world_size]
     )  # some may be on other hosts
-    useful = load.shape.flops_per_token(load.seq_len, checkpointing=False, trained=1.0 if load.adapter is None else 0.0)
+    useful = load.shape.flops_per_token(load.seq_len, checkpointing=False, trained=_trained_share(load))
     return Timing(
         step_seconds=seconds,
         step_seconds_range=(sum(fast.values()), sum(slow.values())),

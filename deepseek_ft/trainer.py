@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from . import activations, evaluation, experts, optimizers
+from . import activations, adapters, evaluation, experts, optimizers
 from .config import Config
 from .data.blocks import Blocks, collate
 from .errors import RunError
@@ -148,6 +148,8 @@ class FineTuneTrainer(Trainer):
         Raises:
             CheckpointError: a weight of the model is not in it, or one that is not the model's.
         """
+        if model is None and adapters.is_adapter(self.model):
+            return adapters.load_weights(self.model, Path(resume_from_checkpoint))
         if model is not None or not isinstance(self.model, PreTrainedModel):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         saved, info = type(self.model).from_pretrained(
@@ -155,6 +157,17 @@ class FineTuneTrainer(Trainer):
         )
         check_loading_info(info, str(resume_from_checkpoint))
         self.model.load_state_dict(saved.state_dict())
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Of an adapter only itself: what Trainer gathers, and what it asks a hub about the base, is not needed."""
+        if not adapters.is_adapter(self.model):
+            return super().save_model(output_dir, _internal_call)
+        folder = Path(output_dir or self.args.output_dir)
+        if self.plan.strategy.stage == 3:  # a weight that was fetched ahead in an evaluation is on its way, and cannot be gathered
+            self.model_wrapped.empty_partition_cache()
+        adapters.save(self.model, folder, self.config, write=self.args.should_save)
+        if self.args.should_save:
+            self.processing_class.save_pretrained(str(folder))
 
     def _run_epoch(self, **kwargs):
         """Nothing, when the run is resumed from its very last checkpoint: Trainer would train one step too many."""

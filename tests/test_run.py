@@ -290,7 +290,6 @@ def test_what_does_not_fit_is_refused_and_can_be_forced(tiny_recipe, tmp_path):
 
 
 def test_what_is_only_planned_does_not_train(tiny_recipe, tmp_path):
-    for words, said in ((("method.kind=lora",), "planned by this version and not trained"),
-                        (("strategy=pipeline", "train.precision=bf16"), "planned by this version and not run")):  # fmt: skip
-        done = cli("train", tiny_recipe, *words, cwd=tmp_path)
-        assert done.returncode == 2 and said in done.stdout and not (tmp_path / "runs").exists(), done.stdout
+    done = cli("train", tiny_recipe, "strategy=pipeline", "train.precision=bf16", cwd=tmp_path)
+    assert done.returncode == 2 and "planned by this version and not run" in done.stdout, done.stdout
+    assert not (tmp_path / "runs").exists()
