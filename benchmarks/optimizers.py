@@ -1,6 +1,6 @@
 """What rounding costs: one small model, trained on with each optimizer from the same weights, on real text.
 
-    python benchmarks/optimizers.py path/to/wikitext-103 [--only NAME ...] [--seeds 3] [--steps 200]
+    python benchmarks/optimizers.py path/to/wikitext-103 [--only NAME ...] [--seeds 3] [--steps 120]
 
 A llama of about 5 M parameters is pretrained for some hundred steps and stored in bf16. From there each row trains with the
 recipes' small learning rates: how much the held-out loss falls, and how many of the bf16 weights move. The forward pass is in
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("wikitext", help="folder with wiki.valid.tokens and wiki.test.tokens")
     parser.add_argument("--only", nargs="*", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--seeds", type=int, default=3, help="for the three central rows; the others have one, and one learning rate")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--pretrain", type=int, default=400)
     parser.add_argument("--lr", type=float, nargs="*", default=[5e-5, 1e-5])
     parser.add_argument("--out", type=Path, default=Path("optimizers.jsonl"))
