@@ -307,7 +307,7 @@ def test_a_bf16_checkpoint_is_trained_with_fp32_master_weights(strategy, publish
     """Casebook FP-4: plain AdamW on the loaded bf16 weights moved 11 % of them; more than 70 % must move."""
     from transformers import AutoModelForCausalLM
 
-    words = (f"model.path={published}", "model.tokenizer=null", f"strategy={strategy}", "train.precision=bf16", "optim.lr=1e-5",
+    words = (f"model.path={published}", "model.untrained=true", "model.tokenizer=null", f"strategy={strategy}", "train.precision=bf16", "optim.lr=1e-5",
              "optim.warmup_steps=0", "optim.schedule=constant", "optim.weight_decay=0", "train.save_steps=8")  # fmt: skip
     words += ("train.micro_batch_size=6",) if strategy == "single" else ()
     after = weights_of(train(tiny_recipe, *words, cwd=tmp_path))

@@ -59,7 +59,7 @@ def test_a_forward_pass_beyond_fp16_ends_the_run_in_words(tmp_path, sound, tiny_
         tensors["model.layers.1.mlp.up_proj.weight"] *= 1e3
 
     model = changed(sound, tmp_path / "hurt", hurt)
-    done = cli("train", tiny_recipe, f"model.path={model}", "strategy=zero2", "train.precision=fp16", "ranks=2", "train.max_steps=40",
+    done = cli("train", tiny_recipe, f"model.path={model}", "model.untrained=true", "strategy=zero2", "train.precision=fp16", "ranks=2", "train.max_steps=40",
                "train.global_batch_size=4", "data.eval=[]", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout[-3000:]
     message = done.stdout[done.stdout.index("RunError: ") :]
@@ -213,7 +213,7 @@ def spread_1e38(tensors):
 def test_every_strategy_ends_at_the_first_step_that_is_not_finite(tmp_path, sound, tiny_recipe, strategy, precision):
     """ZeRO-1 and 2 in bf16 would have added the NaN to the weights, ZeRO-3 would have gone on leaving out every step."""
     model = changed(sound, tmp_path / "huge", spread_1e38)
-    done = cli("train", tiny_recipe, f"model.path={model}", f"strategy={strategy}", f"train.precision={precision}", "ranks=2",
+    done = cli("train", tiny_recipe, f"model.path={model}", "model.untrained=true", f"strategy={strategy}", f"train.precision={precision}", "ranks=2",
                "train.global_batch_size=4", "train.log_steps=8", "data.eval=[]", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout[-3000:]
     assert "RunError: the loss is nan at step 1" in done.stdout and "those of step 0" in done.stdout
@@ -233,7 +233,7 @@ def one_weight(value: float):
 def test_weights_beyond_fp16_are_refused_before_the_first_step(tmp_path, sound, tiny_recipe):
     """Casebook FP-3, with the weights in shards: from_pretrained and DeepSpeed cast it to inf without a word."""
     model = changed(sound, tmp_path / "beyond", lambda t: (one_weight(1e5)(t), t.update({k: v.bfloat16() for k, v in t.items()})))
-    done = cli("train", tiny_recipe, f"model.path={model}", "strategy=zero3", "train.precision=fp16", "ranks=2",
+    done = cli("train", tiny_recipe, f"model.path={model}", "model.untrained=true", "strategy=zero3", "train.precision=fp16", "ranks=2",
                "train.global_batch_size=4", "data.eval=[]", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 2 and "CheckpointError" in done.stdout, done.stdout[-3000:]
     assert "model.layers.0.mlp.up_proj.weight: 1 of 24,576 values is beyond it, the largest 99,840" in done.stdout

@@ -68,7 +68,7 @@ def logged(result: dict) -> tuple[list[dict], list[dict]]:
 def test_ranks_that_route_differently_give_the_curve_of_one_process(kind, models, tiny_recipe, tmp_path):
     """Casebook MOE-1. Fifty steps under ZeRO-3, in each of which some expert has no token on some rank; with a balance loss,
     V3's moving bias, and from files with an expert's matrices apart, as the published ones are."""
-    words = (f"model.path={models[kind]}", *WORDS[kind])
+    words = (f"model.path={models[kind]}", "model.untrained=true", *WORDS[kind])
     single = train(tiny_recipe, *words, *ALL, "strategy=single", "train.micro_batch_size=3", cwd=tmp_path, timeout=900)
     ranks = train(tiny_recipe, *words, *ZERO3, cwd=tmp_path, timeout=900)
     assert ranks["engine_facts"]["zero_stage"] == 3 and ranks["world_size"] == 3
@@ -117,9 +117,9 @@ SHORT = ("data.seq_len=32", "data.eval=[]", "train.max_steps=5", "optim.lr=1e-3"
     ids=["ddp-checkpointing-accumulated", "zero2", "zero3-checkpointing-accumulated-chunked-loss"],
 )  # fmt: skip
 def test_every_strategy_balances_alike(words, models, tiny_recipe, tmp_path):
-    model = f"model.path={models['v3']}"
-    single = train(tiny_recipe, model, *SHORT, "strategy=single", "train.micro_batch_size=6", cwd=tmp_path, timeout=900)
-    ranks = train(tiny_recipe, model, *SHORT, *words, "output_dir=runs/ranks", cwd=tmp_path, timeout=900)
+    model = (f"model.path={models['v3']}", "model.untrained=true")
+    single = train(tiny_recipe, *model, *SHORT, "strategy=single", "train.micro_batch_size=6", cwd=tmp_path, timeout=900)
+    ranks = train(tiny_recipe, *model, *SHORT, *words, "output_dir=runs/ranks", cwd=tmp_path, timeout=900)
     (expected, loads), (found, found_loads) = logged(single), logged(ranks)
     for key in ("loss", "balance_loss", "grad_norm"):
         assert [m[key] for m in found] == pytest.approx([m[key] for m in expected], rel=1e-4), key
@@ -129,7 +129,7 @@ def test_every_strategy_balances_alike(words, models, tiny_recipe, tmp_path):
 
 def test_in_bf16_the_bias_keeps_its_small_steps(models, tiny_recipe, tmp_path):
     """Under ZeRO-3 with layers computed twice, frozen routers, and a source whose other tensors must stay what they are."""
-    words = (f"model.path={models['v3']}", *SHORT[:-2], "experts.bias_update_speed=0.0001", "experts.train_router=false",
+    words = (f"model.path={models['v3']}", "model.untrained=true", *SHORT[:-2], "experts.bias_update_speed=0.0001", "experts.train_router=false",
              "model.gradient_checkpointing=true", "train.precision=bf16", "strategy=zero3", "train.micro_batch_size=1")  # fmt: skip
     result = train(tiny_recipe, *words, cwd=tmp_path, timeout=900)
     rows, loads = logged(result)
@@ -150,7 +150,7 @@ def test_in_bf16_the_bias_keeps_its_small_steps(models, tiny_recipe, tmp_path):
 def test_what_is_gathered_and_exported_is_bit_equal_to_what_was_read(kind, models, tiny_recipe, tmp_path):
     """With a learning rate that moves no weight, files of DeepSeek's names go through ZeRO-3 on three ranks and come back the same."""
     words = ("data.seq_len=32", "data.eval=[]", "train.max_steps=1", "optim.lr=1e-30", "train.global_batch_size=3")
-    result = train(tiny_recipe, f"model.path={models[kind]}", *words, "strategy=zero3", "train.micro_batch_size=1", cwd=tmp_path)
+    result = train(tiny_recipe, f"model.path={models[kind]}", "model.untrained=true", *words, "strategy=zero3", "train.micro_batch_size=1", cwd=tmp_path)
     saved, source = (load_file(folder / "model.safetensors") for folder in (result["folder"] / "model", models[kind]))
     assert saved.keys() == source.keys()
     assert all(torch.equal(saved[name], source[name]) and saved[name].dtype == source[name].dtype for name in source)
