@@ -299,7 +299,7 @@ def rank(spec: str) -> None:
         config = load_config({
             "name": "memory", "model": {"path": folder, "gradient_checkpointing": case.checkpointing, "checkpoint_every": case.checkpoint_every,
                                         "tiled_mlp": case.tiled_mlp if case.tiled_mlp > 1 else None},
-            "data": {"train": [{"source": "python-stdlib"}], "seq_len": case.seq_len}, "optim": {"schedule": "constant"},
+            "data": {"train": [{"source": "python-stdlib"}], "seq_len": case.seq_len}, "optim": {"name": "adamw", "schedule": "constant"},
             "train": {"max_steps": steps, "micro_batch_size": case.micro_batch_size, "grad_accum_steps": case.accumulation,
                       "precision": case.precision, "save_steps": None, "eval_steps": None},
             "strategy": case.strategy, "ranks": ranks,

@@ -507,7 +507,7 @@ def _resident(load: Workload) -> dict[str, float]:
             parts["communication buffers"] = e * (_largest(load.shape) if load.adapter is None else 0)
         return parts
     shard = w if s.stage >= 1 else 1
-    if s.deepspeed:  # ZeRO clones the master weights even when they have the weights' own type
+    if s.deepspeed and not (s.stage == 3 and s.master_bytes == e and not s.offload_params):  # `optimizers.share_master_weights`
         parts["master weights"] = n * s.master_bytes / shard
     parts["optimizer states"] = n * load.moment_bytes / shard
     if s.stage == 3:  # grad_partitions_flat_buffer

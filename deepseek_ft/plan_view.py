@@ -68,7 +68,8 @@ def _short_of(plan: Plan, candidate: Candidate) -> str:
         over.append(f"GPU {gib(memory.gpu_bytes)} > {gib(usable)}")
     if memory is not None and memory.host_bytes > (usable := usable_host_bytes(plan.hardware)):
         over.append(f"host {gib(memory.host_bytes)} > {gib(usable)}")
-    return "; ".join([*candidate.reasons[:1], *over] if candidate.forbidden else over)
+    why = [reason.split(": ")[0] for reason in candidate.reasons[:1]]  # what would work instead is said when it is asked for
+    return "; ".join([*why, *over] if candidate.forbidden else over)
 
 
 def rows(plan: Plan) -> list[list[str]]:

@@ -51,7 +51,7 @@ _ROWS = [
     Strategy("zero2_offload_bf16", "as zero2_offload with bf16 master weights and states: half the host memory",
              stage=2, offload_optimizer=True, **_BF16_STATES),
     Strategy("zero3", "weights, gradients and optimizer states sharded", stage=3),
-    Strategy("zero3_bf16", "as zero3 with bf16 master weights and states: 10 B per parameter in all",
+    Strategy("zero3_bf16", "as zero3 with bf16 master weights and states: 8 B per parameter in all",
              stage=3, **_BF16_STATES),
     Strategy("zero3_warmup", "as zero3, with DeepSpeed's own AdamW and WarmupLR", stage=3, chosen=False),
     Strategy("zero3_offload", "as zero3, optimizer on the host", stage=3, offload_optimizer=True),

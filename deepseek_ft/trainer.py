@@ -123,6 +123,12 @@ class FineTuneTrainer(Trainer):
             rank = self.args.process_index if self.plan.strategy.stage else 0
             torch.manual_seed((self.config.seed * 1_000_003 + self.state.global_step) * 1_009 + rank)
 
+    def _prepare_for_training(self, *args, **kwargs):
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.plan.strategy.stage == 3:
+            optimizers.share_master_weights(self.model_wrapped.optimizer)
+        return prepared
+
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """The recipe's curve, unless the DeepSpeed file has a scheduler (which was checked to say the same)."""
         if self.lr_scheduler is None:

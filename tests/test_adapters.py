@@ -426,9 +426,9 @@ def test_what_is_no_adapter_is_not_merged(tmp_path, cache, tokenizer):
 # ---------------------------------------------------------------------------------------------------- recipes
 
 
-@pytest.mark.parametrize("name", [n for n in list_recipes() if n.endswith("lora")])
+@pytest.mark.parametrize("name", [n for n in list_recipes() if n.endswith(("lora", "bf16states"))])
 def test_the_recipes_fit_three_cards_and_say_what_they_take(name):
-    hardware = described(Hardware((), 32, 64 * GIB), gpu="rtx4090", gpus=3)
+    hardware = described(Hardware((), 32, 64 * GIB, disk_free_bytes=400 * GIB), gpu="rtx4090", gpus=3)
     plan = plan_run(load_config(name, ["output_dir=runs/x"]), hardware, can_build_ops=True)
     text = find_recipe(name).read_text()
     memory = plan.memory

@@ -171,6 +171,7 @@ RECIPES = {
     "r1-distill-qwen-7b/chat_lora": ("tiny-qwen2", "zero3", "data.path={chat}"),
     "deepseek-v2-lite/chat_lora": ("tiny-v2", "zero3", "data.path={chat}"),
     "deepseek-coder-6.7b/instruct_qlora": ("tiny-llama", "zero2", "data.path={chat}"),
+    "deepseek-llm-7b/wikitext103_full_bf16states": ("tiny-llama", "zero3_bf16", "data.path={text}"),
 }
 
 
@@ -191,4 +192,4 @@ def test_a_recipe_runs_with_a_tiny_model_of_its_architecture(name, tmp_path, cod
                "data.seq_len=64", "model.tokenizer=train:600", f"model.path=preset:{model}", f"strategy={strategy}", "optim.lr=1e-2"]  # fmt: skip
     result = train(name, *changed, *(w.format(**places) for w in words), cwd=tmp_path)
     assert result["status"] == "finished" and result["engine_facts"]["world_size"] == 3
-    assert result["trained"]["kind"] == ("qlora" if "qlora" in name else "lora")
+    assert result["trained"]["kind"] == name.rsplit("_", 1)[-1].replace("bf16states", "full")
