@@ -20,6 +20,7 @@ from .errors import CheckpointError, RunError, listing
 from .memory import adapted_modules, matches
 from .planner import Plan, adapter_of, frozen_of
 from .shapes import ModelShape, find_shape, shape_from_config
+from .tokens import compute_rows_apart, is_tied, resize, tables_at_hand, wrapped
 
 log = logging.getLogger(__name__)
 
@@ -93,11 +94,14 @@ def _keep_unpacked(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def attach(model: nn.Module, config: Config, plan: Plan, source: str) -> nn.Module:
+def attach(model: nn.Module, config: Config, plan: Plan, source: str, new_ids: range = range(0)) -> nn.Module:
     """The model with the recipe's adapter beside it, and everything else frozen.
 
     Without DeepSpeed what is trained is fp32, beside a base in the recipe's precision. DeepSpeed keeps fp32 masters itself
     and wants one type. The adapter begins the same under every strategy: from the recipe's seed, on every rank.
+
+    Args:
+        new_ids: of tokens that were added, whose rows are trained too.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -114,11 +118,13 @@ def attach(model: nn.Module, config: Config, plan: Plan, source: str) -> nn.Modu
         target_modules=sorted(adapter.targets),
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if adapter.experts else None,
         modules_to_save=list(adapter.whole) or None,
+        trainable_token_indices={table: list(new_ids) for table in adapter.tables} or None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        with _names_as_they_are():
+        with _names_as_they_are(), tables_at_hand(model) if adapter.tables else contextlib.nullcontext():
             model = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    compute_rows_apart(model)
     # peft puts the folder there that the weights were read from, which for a hub's model is a cache.
     model.peft_config["default"].base_model_name_or_path = _base_name(config, source)
     if not plan.strategy.deepspeed:
@@ -193,6 +199,9 @@ def _adapted(model: nn.Module) -> dict[str, int]:
             counts[end] = counts.get(end, 0) + 1
         elif isinstance(module, ModulesToSaveWrapper):
             counts[name.rsplit(".", 1)[-1]] = 1
+    for name, module in wrapped(model).items():
+        if not is_tied(module):
+            counts[name.rsplit(".", 1)[-1]] = 1
     return counts
 
 
@@ -218,6 +227,10 @@ def lines(trained: dict[str, Any], config: Config) -> Iterator[str]:
                f"{modules}")  # fmt: skip
     elif config.method.freeze:
         yield f"frozen: {', '.join(config.method.freeze)} | {share}"
+
+
+_MAY_REST = (".lora_A.", ".trainable_tokens_delta.")
+"""Parts of the names of what may have a gradient of zero in the first step: there may be no new token in it."""
 
 
 class GradientCheck(TrainerCallback):
@@ -261,7 +274,7 @@ class GradientCheck(TrainerCallback):
         lost = [
             f"{name}: {'only zeros' if count else 'none came'}"
             for name, count in zip(names, counts.tolist(), strict=True)
-            if count == 0 or (count == 1 and ".lora_A." not in name)
+            if count == 0 or (count == 1 and not any(part in name for part in _MAY_REST))
         ]
         if lost:
             more = [f"and {len(lost) - 5} more"] if len(lost) > 5 else []
@@ -312,7 +325,8 @@ def save(model: nn.Module, folder: Path, config: Config, write: bool = True) -> 
     save_file(_named(model, tensors), folder / WEIGHTS, {"format": "pt"})
     _for_files(model.peft_config["default"], _shape(model)).save_pretrained(str(folder))
     model.generation_config.save_pretrained(str(folder))
-    write_json(folder / TRAINING, {"precision": config.train.precision, "quantized_base": config.method.kind == "qlora"})
+    write_json(folder / TRAINING, {"precision": config.train.precision, "quantized_base": config.method.kind == "qlora",
+                                   "vocab_size": model.config.vocab_size})  # fmt: skip
 
 
 def _differences(folder: Path, expected: dict[str, tuple[int, ...]]) -> list[str]:
@@ -391,10 +405,12 @@ def load_with_base(folder: Path, whole: bool = False) -> tuple[nn.Module, dict]:
         more = _in_four_bits(training["precision"], "cuda" if torch.cuda.is_available() else "cpu")
     base, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True, **more)
     _keep_unpacked(base)
+    resize(base, training.get("vocab_size", 0))  # what the run has put on for new tokens is in the adapter
     settings.inference_mode = False  # so that what the file must hold is what is trained
     as_parameters = not more  # which 4-bit weights cannot be
     with contextlib.nullcontext() if as_parameters else _names_as_they_are():
         model = get_peft_model(base, settings if as_parameters else _as_trained(settings), autocast_adapter_dtype=False)
+    compute_rows_apart(model)
     model.peft_config["default"].base_model_name_or_path = name
     if (folder / "generation_config.json").exists():
         from transformers import GenerationConfig

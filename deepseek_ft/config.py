@@ -34,6 +34,9 @@ class ModelConfig:
     tokenizer: str | None = None
     """Hub id or folder; `train:<size>` trains a byte-level BPE on the training documents. null: the model's
     own, or for a preset one of the preset's vocabulary size trained on the spot."""
+    new_tokens: list[str] = field(default_factory=list)
+    """Special tokens that the tokenizer gets behind its own, such as `<tool>`. Their rows in embedding and head are trained, with
+    an adapter they alone. In text their names are these tokens, unless data.special_tokens is `text` (docs/adapters.md)."""
     untrained: bool = False
     """The weights at `path` are random, so a loss that starts at that of guessing is no sign of a mix-up."""
     gradient_checkpointing: bool = True
@@ -175,7 +178,7 @@ class DataConfig:
     """With `on_bad_row: skip`, the share of bad rows above which nothing is trained."""
     special_tokens: str = _choice("auto", "text", "parse")
     """What a special token's name inside a document is: `text`, or the token (`parse`). auto: the token if half of the
-    documents hold some, as text does that a template has rendered already."""
+    documents hold some, as text does that a template has rendered already; and one of model.new_tokens always."""
     streaming: bool = False
     """Tokenise while training and store nothing; needs train.max_steps."""
     shuffle_rows: int = 1024
@@ -352,6 +355,15 @@ OTHER_NAMES = {
     "base_model": "model.path",
     "model_name": "model.path",
     "tokenizer_name": "model.tokenizer",
+    "add_tokens": "model.new_tokens",
+    "add_special_tokens": "model.new_tokens",
+    "new_special_tokens": "model.new_tokens",
+    "additional_special_tokens": "model.new_tokens",
+    "extra_special_tokens": "model.new_tokens",
+    "tokens": "model.new_tokens",
+    "trainable_token_indices": "model.new_tokens",
+    "resize_vocab": "model.new_tokens (rows are put on where a model has no spare ones)",
+    "resize_token_embeddings": "model.new_tokens (rows are put on where a model has no spare ones)",
     "overwrite_output_dir": "output_dir (an earlier run is never overwritten)",
     "logging_dir": "output_dir",
     "zero_stage": "strategy",
@@ -829,6 +841,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     ):
         if value is not None and not low <= value <= high:
             yield f"{key}: got {value}; it must be {'at least 0' if high > 1 else 'between 0 and 1'}"
+    yield from _odd_tokens(config.model.new_tokens)
     yield from _odd_method(config.method)
     if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
         yield f"optim.betas: got {list(optim.betas)}; two numbers from 0 to below 1, such as [0.9, 0.999]"
@@ -896,6 +909,13 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 TRAINED_WHOLE = ("embed_tokens", "lm_head")
+
+
+def _odd_tokens(names: list[str]) -> Iterator[str]:
+    if blank := [name for name in names if not name.strip()]:
+        yield f"model.new_tokens: got {', '.join(map(repr, blank))}; a token has a name, with more in it than white space"
+    elif twice := sorted({name for name in names if names.count(name) > 1}):
+        yield f"model.new_tokens: {', '.join(map(repr, twice))} is there more than once; name each token once"
 
 
 def _odd_method(method: MethodConfig) -> Iterator[str]:

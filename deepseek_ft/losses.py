@@ -37,13 +37,15 @@ class Softening:
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(N, k) and (V, k): a part of the logits is the one times the other's transpose. The head is a part; an adapter on it is
 another, of the adapter's rank."""
+Rows = tuple[int, torch.Tensor]
+"""First id and (n, h): rows of the head that stand in the place of its own, and are trained where those are not."""
 
 
 class _Walk:
     """The vocabulary in pieces of `step` ids."""
 
-    def __init__(self, parts: Sequence[Pair], labels: torch.Tensor, step: int, soft: Softening):
-        self.parts, self.labels, self.soft = parts, labels, soft
+    def __init__(self, parts: Sequence[Pair], labels: torch.Tensor, step: int, soft: Softening, rows: Rows | None = None):
+        self.parts, self.labels, self.soft, self.rows = parts, labels, soft, rows
         self.vocab = parts[0][1].shape[0]
         self.pieces = [slice(start, min(start + step, self.vocab)) for start in range(0, self.vocab, step)]
         self._rooms: dict[torch.dtype, torch.Tensor] = {}
@@ -56,10 +58,25 @@ class _Walk:
         columns = piece.stop - piece.start
         return self._rooms[dtype][: rows * columns].view(rows, columns)
 
+    def replaced(self, piece: slice) -> tuple[slice, slice] | None:
+        """Those of the rows that are in a piece: where in the piece, and which of them."""
+        if self.rows is None:
+            return None
+        first, rows = self.rows
+        start, stop = max(first, piece.start), min(first + rows.shape[0], piece.stop)
+        return (slice(start - piece.start, stop - piece.start), slice(start - first, stop - first)) if start < stop else None
+
+    def weight(self, part: int, piece: slice) -> torch.Tensor:
+        weight = self.parts[part][1][piece]
+        if part or (found := self.replaced(piece)) is None:
+            return weight
+        there, which = found
+        return torch.cat([weight[: there.start], self.rows[1][which].to(weight.dtype), weight[there.stop :]])
+
     def logits(self, piece: slice) -> torch.Tensor:
-        (hidden, weight), *more = self.parts
+        (hidden, _), *more = self.parts
         product = self._room(piece, hidden.dtype)
-        torch.mm(hidden, weight[piece].t().to(hidden.dtype), out=product)
+        torch.mm(hidden, self.weight(0, piece).t().to(hidden.dtype), out=product)
         z = self.as_type(product, piece, torch.float32)
         for hidden, weight in more:
             z += hidden @ weight[piece].t()
@@ -96,16 +113,19 @@ class _Walk:
     def gradients(
         self, log_sum: torch.Tensor, z: torch.Tensor | None, needed: Sequence[bool], mantissa: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Of the sum of the losses divided by `mantissa`, for each tensor of `parts` in turn: fp32 for (N, k), the weight's
-        own type for (V, k)."""
+        """Of the sum of the losses divided by `mantissa`, for each tensor of `parts` in turn, and for `rows` if there are any:
+        fp32 for (N, k), the weight's own type for (V, k) and (n, h)."""
         counted = (self.labels != IGNORED)[:, None] / mantissa
         # Softmax minus target is of the order of 1 and fits 16 bits; divided by the step's tokens it would vanish in
         # fp16. So only the denominator's mantissa is divided by here, before the rounding, and its power of two, which
         # rounds nothing, in the backward pass, where the loss scale is known too.
         found: list[torch.Tensor | None] = []
-        for (hidden, weight), of_hidden, of_weight in zip(self.parts, needed[::2], needed[1::2], strict=True):
+        both = 2 * len(self.parts)
+        for (hidden, weight), of_hidden, of_weight in zip(self.parts, needed[:both:2], needed[1:both:2], strict=True):
             found.append(hidden.new_zeros(hidden.shape, dtype=torch.float32) if of_hidden else None)
             found.append(torch.empty_like(weight) if of_weight else None)
+        of_rows = torch.empty_like(self.rows[1]) if self.rows is not None and needed[-1] else None
+        found += [] if self.rows is None else [of_rows]
         shrunk = [hidden * FP16_ROOM if hidden.dtype is torch.float16 else hidden for hidden, _ in self.parts]
         cap, smoothing = self.soft.cap, self.soft.smoothing
         for piece in self.pieces:
@@ -122,13 +142,17 @@ class _Walk:
             for i, (hidden, _) in enumerate(self.parts):
                 if found[2 * i + 1] is not None:
                     found[2 * i + 1][piece] = self.as_type(z, piece, hidden.dtype).t() @ shrunk[i]
+            if of_rows is not None and (inside_piece := self.replaced(piece)) is not None:
+                there, which = inside_piece
+                of_rows[which] = z[:, there].to(shrunk[0].dtype).t() @ shrunk[0]
             # A label's own share is most of a row's gradient: apart and in fp32, so that what a piece rounds is small.
             own = torch.where(inside[:, None], z.gather(1, column), 0.0)
             z.scatter_add_(1, column, -own)
-            for i, (hidden, weight) in enumerate(self.parts):
+            for i, (hidden, _) in enumerate(self.parts):
                 if found[2 * i] is not None:
-                    found[2 * i] += self.as_type(z, piece, hidden.dtype) @ weight[piece]
-                    found[2 * i].addcmul_(own, weight[piece][column.squeeze(1)])
+                    weight = self.weight(i, piece)
+                    found[2 * i] += self.as_type(z, piece, hidden.dtype) @ weight
+                    found[2 * i].addcmul_(own, weight[column.squeeze(1)])
             z = None
         return found
 
@@ -136,14 +160,16 @@ class _Walk:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, labels: torch.Tensor, denominator: torch.Tensor, step: int, soft: Softening, *tensors: torch.Tensor
+        ctx, labels: torch.Tensor, denominator: torch.Tensor, step: int, soft: Softening, first: int | None, *tensors: torch.Tensor
     ):
-        walk = _Walk(list(zip(tensors[::2], tensors[1::2], strict=True)), labels, step, soft)
+        pairs = tensors if first is None else tensors[:-1]
+        walk = _Walk(list(zip(pairs[::2], pairs[1::2], strict=True)), labels, step, soft, None if first is None else (first, tensors[-1]))
         losses, log_sum, z = walk.losses()
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         mantissa, ctx.exponent = torch.frexp(denominator)
         ctx.grads = walk.gradients(log_sum, z, needed, mantissa) if any(needed) else None
-        ctx.dtypes = [hidden.dtype for hidden in tensors[::2]]
+        ctx.dtypes = [hidden.dtype for hidden in pairs[::2]]
+        ctx.pairs = len(pairs)
         return losses.sum() / denominator
 
     @staticmethod
@@ -153,12 +179,12 @@ class _HeadLoss(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         factor = torch.ldexp(grad_loss, -ctx.exponent)
         for i, grad in enumerate(grads):
-            dtype = ctx.dtypes[i // 2]
-            if grad is not None and i % 2 == 0:
+            dtype = ctx.dtypes[i // 2 if i < ctx.pairs else 0]
+            if grad is not None and i % 2 == 0 and i < ctx.pairs:
                 grads[i] = grad.mul_(factor).to(dtype)
             elif grad is not None:
                 grad.mul_(factor / FP16_ROOM if dtype is torch.float16 else factor)
-        return None, None, None, None, *grads
+        return None, None, None, None, None, *grads
 
 
 def _step(rows: int, vocab: int, elements: int) -> int:
@@ -166,7 +192,7 @@ def _step(rows: int, vocab: int, elements: int) -> int:
 
 
 def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator=None, elements: int = LOSS_ELEMENTS,
-              soft: Softening = Softening(), adapter: Pair | None = None) -> torch.Tensor:  # fmt: skip
+              soft: Softening = Softening(), adapter: Pair | None = None, rows: Rows | None = None) -> torch.Tensor:  # fmt: skip
     """Cross entropy of `hidden @ weight.T` against `labels`, summed over the counted rows and divided.
 
     Args:
@@ -176,23 +202,28 @@ def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, 
         denominator: what the sum is divided by; the number of counted rows when not given.
         elements: how many logits may exist at a time.
         adapter: (N, r) and (V, r), whose product is added to the logits.
+        rows: what some rows of the weight are replaced by.
 
     Returns:
-        A scalar in fp32. Gradients flow to whatever of hidden, weight and adapter wants them.
+        A scalar in fp32. Gradients flow to whatever of hidden, weight, adapter and rows wants them; where there are rows, not
+        to a weight.
     """
     if denominator is None:
         denominator = (labels != IGNORED).sum().clamp(min=1)
     denominator = torch.as_tensor(denominator, device=hidden.device).float()
     step = _step(hidden.shape[0], weight.shape[0], elements)
-    return _HeadLoss.apply(labels, denominator, step, soft, hidden, weight, *(adapter or ()))
+    if rows is not None:
+        weight = weight.detach()
+    first, replacing = (None, ()) if rows is None else (rows[0], (rows[1],))
+    return _HeadLoss.apply(labels, denominator, step, soft, first, hidden, weight, *(adapter or ()), *replacing)
 
 
 @torch.no_grad()
 def head_nll(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, elements: int = LOSS_ELEMENTS,
-             soft: Softening = Softening(), adapter: Pair | None = None) -> torch.Tensor:  # fmt: skip
+             soft: Softening = Softening(), adapter: Pair | None = None, rows: Rows | None = None) -> torch.Tensor:  # fmt: skip
     """Each row's negative log likelihood in nats, (N,) in fp32; 0 where the label is -100. The arguments of `head_loss`."""
     parts = [(hidden, weight), *([adapter] if adapter else [])]
-    return _Walk(parts, labels, _step(hidden.shape[0], weight.shape[0], elements), soft).losses()[0]
+    return _Walk(parts, labels, _step(hidden.shape[0], weight.shape[0], elements), soft, rows).losses()[0]
 
 
 # ------------------------------------------------------------------------------------- another's kernels
@@ -284,7 +315,8 @@ class Head:
         if trained is not None:
             self.module = trained[self.module.active_adapters[0]]
         self.adapter = _adapter_of(self.module)
-        self.base = self.module.base_layer if self.adapter else self.module
+        self.has_rows = hasattr(self.module, "token_adapter")  # peft's wrapper around a head of which new rows are trained
+        self.base = self.module.base_layer if self.adapter else self.module.token_adapter.base_layer if self.has_rows else self.module
         if getattr(self.base, "bias", None) is not None:
             raise ValueError("a head with a bias has no chunked loss")
         config = self.model.config
@@ -305,13 +337,13 @@ class Head:
     def use_for_training(self, smoothing: float = 0.0, liger: bool = False) -> None:
         """
         Args:
-            liger: by `liger_loss`, which knows no adapter on the head.
+            liger: by `liger_loss`, which knows no adapter on the head, and no rows of it.
 
         Raises:
             ValueError: there is one.
         """
-        if liger and self.adapter:
-            raise ValueError("Liger's loss knows no adapter on the head")
+        if liger and (self.adapter or self.has_rows):
+            raise ValueError(f"Liger's loss knows no {'adapter on' if self.adapter else 'single rows of'} the head")
         self.in_training, self.smoothing, self.by_liger = True, smoothing, liger
 
     @contextlib.contextmanager
@@ -364,29 +396,36 @@ class Head:
         if torch.is_autocast_enabled(flat.device.type):  # weights are cast piece by piece, in the products
             flat = flat.to(torch.get_autocast_dtype(flat.device.type))
 
-        def answer(adapter: Pair | None = None) -> torch.Tensor:
+        def answer(adapter: Pair | None = None, rows: Rows | None = None) -> torch.Tensor:
             if self._each:
-                return head_nll(flat, self.base.weight, labels, soft=soft, adapter=adapter).view(shape)
+                return head_nll(flat, self.base.weight, labels, soft=soft, adapter=adapter, rows=rows).view(shape)
             if self.by_liger:
                 return liger_loss(flat, self.base.weight, labels, self._items, soft)
-            return head_loss(flat, self.base.weight, labels, self._items, soft=soft, adapter=adapter)
+            return head_loss(flat, self.base.weight, labels, self._items, soft=soft, adapter=adapter, rows=rows)
 
+        if self.has_rows:
+            from .tokens import rows_of
+
+            if (rows := rows_of(self.module)) is None:
+                return within(self.base, answer)
+            first, holder, name = rows
+            return within(self.base, lambda: within(holder, lambda: answer(rows=(first, holder[name]))))
         if not self.adapter:
             return answer()
         if self.module.disable_adapters or self.module.merged:
-            return _inside(self.base, answer)
+            return within(self.base, answer)
         (name,) = self.adapter
         down, up = self.module.lora_A[name], self.module.lora_B[name]
         low = down(self.module.lora_dropout[name](flat.to(down.weight.dtype))) * self.module.scaling[name]
-        return _inside(self.base, lambda: _inside(up, lambda: answer((low, up.weight))))
+        return within(self.base, lambda: within(up, lambda: answer((low, up.weight))))
 
 
-def _inside(module: nn.Module, then: Callable[[], torch.Tensor]) -> torch.Tensor:
+def within(module: nn.Module, then: Callable[[], torch.Tensor]) -> torch.Tensor:
     """`then()` in the place of the module's own computation, where ZeRO-3 has made its weight whole."""
     own = module.__dict__.get("forward")
     module.forward = lambda *_: then()
     try:
-        return module(next(module.parameters()))
+        return nn.Module.__call__(module, next(module.parameters()))  # a ParameterDict's own refuses
     finally:
         if own is None:
             del module.forward

@@ -62,6 +62,10 @@ class Adapter:
     """Every routed expert gets a pair for each of its two fused weights."""
     whole: tuple[str, ...] = ()
     """embed_tokens, lm_head: trained as a copy beside the frozen one."""
+    tokens: int = 0
+    """New tokens, of which only their own rows are trained ..."""
+    tables: tuple[str, ...] = ()
+    """... in these: embed_tokens, lm_head; a tied head is counted as the embedding."""
 
     def adapts(self, weight: str) -> bool:
         return weight.endswith(".weight") and weight.removesuffix(".weight").rsplit(".", 1)[-1] in self.targets
@@ -405,7 +409,7 @@ class Memory:
 def adapter_parameters(shape: ModelShape, adapter: Adapter) -> int:
     """Trained numbers of an adapter, and of what is trained beside it."""
     layers = sum(kind.count * adapter.of(name, weight) for kind in shape.kinds for name, weight in kind.weights.items())
-    return layers + len(adapter.whole) * shape.vocab_size * shape.hidden_size
+    return layers + (len(adapter.whole) * shape.vocab_size + len(adapter.tables) * adapter.tokens) * shape.hidden_size
 
 
 def adapted_modules(shape: ModelShape, adapter: Adapter) -> dict[str, int]:
@@ -417,7 +421,7 @@ def adapted_modules(shape: ModelShape, adapter: Adapter) -> dict[str, int]:
                 end = name.removesuffix(".weight").rsplit(".", 1)[-1]
                 end = f"experts.{end}" if name in EXPERTS else end
                 counts[end] = counts.get(end, 0) + kind.count
-    return counts | dict.fromkeys(adapter.whole, 1)
+    return counts | dict.fromkeys((*adapter.whole, *adapter.tables), 1)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -448,7 +452,9 @@ def trained_sizes(load: Workload) -> tuple[int, list[int], int, int]:
     table = shape.vocab_size * shape.hidden_size
     if adapter is not None:
         layers = [sum(adapter.of(n, s) for n, s in k.weights.items()) for k in shape.kinds for _ in range(k.count)]
-        return table * ("embed_tokens" in adapter.whole), layers, 0, table * ("lm_head" in adapter.whole)
+        rows = adapter.tokens * shape.hidden_size
+        embedding, head = (table * (n in adapter.whole) + rows * (n in adapter.tables) for n in ("embed_tokens", "lm_head"))
+        return embedding, layers, 0, head
 
     def trained(name: str) -> bool:
         return not _is_frozen(load.frozen, name)
@@ -680,7 +686,7 @@ class _Step:
     def loss(self) -> Iterator[tuple[str, dict[str, float]]]:
         load, t, e = self.load, self.t, self.load.element
         h = load.shape.hidden_size
-        trains_head = self.trained_head > 0
+        trains_head = self.trained_head >= self.head  # not single rows of it
         forward, backward, left = _loss_bytes(load, self.gradient * trains_head)
         saved_casts = self.cast * (self.head + sum(n for n, again in zip(self.sizes, self.recomputed, strict=True) if not again))
         alive = {"activations": self.activations, "gathered_weights": e * self.at_loss}
@@ -754,7 +760,7 @@ class _Step:
 
     def embedding(self) -> Iterator[tuple[str, dict[str, float]]]:
         load, shape = self.load, self.load.shape
-        if not self.trained_embedding:
+        if self.trained_embedding < self.head:  # single rows of it are next to nothing
             return
         sharded = load.strategy.stage == 3
         alive = {"activations": self.rotary, "gradients": self.gradient * self.trained if self.stays else 0.0,

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from .errors import CheckpointError, ConfigError
 from .optimizers import keeps_bf16_weights
 from .planner import Plan
 from .shapes import PRESETS, preset_config
+from .tokens import add, ids_of, make_room
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -96,11 +98,12 @@ def _train_tokenizer(corpora: list[Corpus], size: int, cache_dir: Path) -> Path:
     return folder
 
 
-def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder or hub id, checked: text comes back as it went in, ids are those of its own file.
+def load_tokenizer(source: str, new_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder or hub id, checked: text comes back as it went in, ids are those of its own file. The new tokens
+    come behind.
 
     Raises:
-        ConfigError: there is none, it has no end-of-sentence token, or it changes text.
+        ConfigError: there is none, it has no end-of-sentence token, it changes text, or it cannot have the new tokens.
     """
     from transformers import AutoTokenizer
 
@@ -135,6 +138,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
             k = next((i for i, (a, b) in enumerate(zip(ids, own, strict=False)) if a != b), min(len(ids), len(own)))
             raise ConfigError(f"model.tokenizer: {type(tokenizer).__name__}, which transformers takes for this model, splits "
                               f"text otherwise than {file} says: ids {ids[k : k + 4]} against {own[k : k + 4]} from position {k}")  # fmt: skip
+    add(tokenizer, new_tokens, source)
     sample = tokenizer("def add(a, b):")["input_ids"][:8]
     log.info("tokenizer %s: %s tokens, eos %s (%d), first ids of 'def add(a, b):' %s", source,
              f"{len(tokenizer):,}", tokenizer.eos_token, tokenizer.eos_token_id, sample)  # fmt: skip
@@ -187,7 +191,8 @@ def model_source(config: Config, tokenizer: PreTrainedTokenizerFast, cache_dir: 
     """A folder with weights: the model's own, the hub's (downloaded now), or a preset's, made once per seed."""
     path = config.model.path
     if path.startswith("preset:"):
-        return str(_make_preset(path.removeprefix("preset:"), tokenizer, config.seed, cache_dir))
+        tokens = len(tokenizer) - len(config.model.new_tokens)  # a base is the same whatever is added to it
+        return str(_make_preset(path.removeprefix("preset:"), tokenizer, tokens, config.seed, cache_dir))
     if Path(path).is_dir():
         return path
     from huggingface_hub import HfApi, snapshot_download
@@ -204,13 +209,13 @@ def model_source(config: Config, tokenizer: PreTrainedTokenizerFast, cache_dir: 
                           "  Download it elsewhere and give its folder, or set HF_ENDPOINT to a mirror.") from None  # fmt: skip
 
 
-def _make_preset(name: str, tokenizer: PreTrainedTokenizerFast, seed: int, cache_dir: Path) -> Path:
+def _make_preset(name: str, tokenizer: PreTrainedTokenizerFast, tokens: int, seed: int, cache_dir: Path) -> Path:
     """Random fp32 weights on disk, so that every strategy and rank starts from the same ones."""
     from filelock import FileLock
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-    shape = preset_config(name, len(tokenizer))
+    shape = preset_config(name, tokens)
     kind = shape.pop("model_type")
     shape |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
               "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
@@ -270,12 +275,17 @@ def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTok
     finally:
         transformers_logging.set_verbosity(verbosity)
     check_loading_info(info, source)
-    rows = model.config.vocab_size
-    if largest_id(tokenizer) >= rows:
-        raise ConfigError(f"the tokenizer has ids up to {largest_id(tokenizer):,}, the model in {source} rows for {rows:,}; they do not "
+    rows, new_tokens = model.config.vocab_size, config.model.new_tokens
+    own = largest_id(tokenizer) - len(new_tokens)
+    if own >= rows:
+        raise ConfigError(f"the tokenizer has ids up to {own:,}, the model in {source} rows for {rows:,}; they do not "
                           "belong together")  # fmt: skip
+    if new_tokens:
+        make_room(model, tokenizer, new_tokens)
     model.config.use_cache = False  # a cache is for generation; in training it only costs memory
-    return adapters.attach(model, config, plan, source) if config.method.kind != "full" else adapters.freeze(model, config)
+    if config.method.kind == "full":
+        return adapters.freeze(model, config)
+    return adapters.attach(model, config, plan, source, ids_of(tokenizer, new_tokens) if new_tokens else range(0))
 
 
 def check_loading_info(info: dict, source: str) -> None:

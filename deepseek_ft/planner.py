@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import deepspeed_config
 from . import ops as ops_module
-from .config import Config, ExpertsConfig, resource_dir
+from .config import TRAINED_WHOLE, Config, ExpertsConfig, resource_dir
 from .errors import ConfigError, PlanError, listing
 from .hardware import GIB, Hardware, probe
 from .memory import Adapter, Memory, Workload, estimate, matches, resident_bytes
@@ -253,6 +253,8 @@ def adapter_of(config: Config, shape: ModelShape) -> Adapter | None:
         dora=method.variant == "dora",
         experts=method.experts,
         whole=tuple(method.train_also),
+        tokens=len(config.model.new_tokens),
+        tables=tuple(t for t in (("embed_tokens",) if shape.tied else TRAINED_WHOLE) if config.model.new_tokens and t not in method.train_also),
     )
 
 
@@ -629,7 +631,7 @@ def plan_run(
         ConfigError: the model path, or a DeepSpeed file that contradicts the recipe.
     """
     hardware = hardware or probe(config.output_dir)
-    shape = find_shape(config.model.path, config.model.tokenizer)
+    shape = find_shape(config.model.path, config.model.tokenizer, len(config.model.new_tokens))
     if shape is not None:
         check_experts(config, shape)
     world_size = _world_size(config, hardware, launched_ranks, config.strategy == "single")

@@ -253,14 +253,15 @@ def open_data(config: Config, cache: Path, parts: Sequence[str]) -> tuple[Encode
         part: [open_source(s, data, cache, f"data.{part}.{i}") for i, s in enumerate(getattr(data, part))]
         for part in dict.fromkeys(("train", *parts))  # a tokenizer may be trained on the training text
     }
-    tokenizer = load_tokenizer(tokenizer_source(config, corpora["train"], cache))
+    tokenizer = load_tokenizer(tokenizer_source(config, corpora["train"], cache), config.model.new_tokens)
+    said = config.model.new_tokens if data.special_tokens != "text" else []  # tokens wherever they stand
     form = None
     if any(needs_form(corpora[part]) for part in parts):
         form = choose_form(
-            tokenizer, data.chat.form, config.model.path, data.chat.reasoning == "keep", data.chat.system
+            tokenizer, data.chat.form, config.model.path, data.chat.reasoning == "keep", data.chat.system, said
         )
         log.info("conversations are written in the form %s, %s turns are learnt", form.name, data.chat.learn)
-    encoder = Encoder(tokenizer, form, data.special_tokens, data.code.fim_rate, data.code.spm_rate, config.seed)
+    encoder = Encoder(tokenizer, form, data.special_tokens, data.code.fim_rate, data.code.spm_rate, config.seed, said)
     return encoder, corpora
 
 

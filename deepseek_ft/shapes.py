@@ -397,15 +397,22 @@ def fetch_config(model_path: str) -> bool:
     return True
 
 
-def find_shape(model_path: str, tokenizer: str | None = None) -> ModelShape | None:
+def find_shape(model_path: str, tokenizer: str | None = None, new_tokens: int = 0) -> ModelShape | None:
     """Shape of a preset, a local folder, a hub model in the local cache or a published DeepSeek model; else None.
 
     Args:
         tokenizer: `model.tokenizer`, which may give a preset another vocabulary.
+        new_tokens: that many more ids, which may need more rows; not known of a tokenizer that is not here.
 
     Raises:
         ConfigError: an unknown preset, or a folder without a usable config.json.
     """
+    if new_tokens:
+        shape = find_shape(model_path, tokenizer)
+        tokens = _count_tokens(tokenizer or model_path)
+        if shape is None or tokens is None or tokens + new_tokens <= shape.vocab_size:
+            return shape
+        return dataclasses.replace(shape, vocab_size=tokens + new_tokens)
     if model_path.startswith("preset:"):
         name = model_path.removeprefix("preset:")
         if name not in PRESETS:

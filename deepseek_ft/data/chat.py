@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,15 @@ class Controls:
         self._hint = re.compile("|".join(map(re.escape, sorted({name[:2] for name in self.names}))) or r"(?!)")
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerFast) -> Controls:
+    def of(cls, tokenizer: PreTrainedTokenizerFast, content: Collection[str] = ()) -> Controls:
+        """
+        Args:
+            content: special tokens that content may hold.
+        """
         return cls(
-            t.content for t in tokenizer.added_tokens_decoder.values() if t.special or _CONTROL.fullmatch(t.content)
+            t.content
+            for t in tokenizer.added_tokens_decoder.values()
+            if (t.special or _CONTROL.fullmatch(t.content)) and t.content not in content
         )
 
     def found(self, text: str) -> bool:
@@ -146,9 +152,13 @@ class ChatForm:
 
 
 def choose_form(
-    tokenizer: PreTrainedTokenizerFast, wanted: str = "auto", model: str = "", keep_reasoning: bool = True, system: str | None = None
+    tokenizer: PreTrainedTokenizerFast, wanted: str = "auto", model: str = "", keep_reasoning: bool = True, system: str | None = None,
+    content: Collection[str] = (),
 ) -> ChatForm:  # fmt: skip
     """The form of a tokenizer: its own template or, where it has none, that of the family whose tokens it has.
+
+    Args:
+        content: special tokens that the turns may hold, as tokens.
 
     Raises:
         ConfigError: neither can be had, or the form's marks are no tokens of this tokenizer.
@@ -177,7 +187,7 @@ def choose_form(
 
     eos = str(tokenizer.eos_token)
     # Reasoning is written by the assistant, also where its marks are called special.
-    controls = Controls({*Controls.of(tokenizer).names, eos} - {_OPEN, _CLOSE})
+    controls = Controls({*Controls.of(tokenizer, content).names, eos} - {_OPEN, _CLOSE})
     return ChatForm(name, template, render, eos, _usual_end(render, eos, controls), controls, keep_reasoning, system,
                     _joins_arguments(render), _writes_tools(render))  # fmt: skip
 

@@ -64,8 +64,14 @@ class Encoder:
         fim_rate: float = 0.0,
         spm_rate: float = 0.0,
         seed: int = 42,
+        content_tokens: Sequence[str] = (),
     ):
+        """
+        Args:
+            content_tokens: special tokens whose names in a document are always the tokens.
+        """
         self.tokenizer = tokenizer
+        self.content_tokens = sorted(content_tokens)
         self.backend: Tokenizer = tokenizer.backend_tokenizer
         self.form, self.special_tokens = form, special_tokens
         self.seed, self.fim_rate, self.spm_rate = seed, fim_rate, spm_rate
@@ -77,7 +83,7 @@ class Encoder:
         largest = max(tokenizer.get_vocab().values())
         self.dtype = np.dtype(np.uint16 if largest < 2**16 else np.uint32)
         self.fim = code.fim_ids(tokenizer.get_vocab()) if fim_rate else None
-        self._controls = Controls.of(tokenizer)
+        self._controls = Controls.of(tokenizer, content_tokens)
         self.controls = self._controls.names
         self._plain: Tokenizer | None = None
         self.counts: Counter[str] = Counter()
@@ -107,7 +113,8 @@ class Encoder:
         import tokenizers
 
         form = [self.form.template, self.form.keep_reasoning, self.form.system] if self.form else None
-        return json.dumps([self._tokenizer_id, tokenizers.__version__, self.bos, self.eos, form, self.special_tokens])
+        more = [self.content_tokens] if self.content_tokens else []
+        return json.dumps([self._tokenizer_id, tokenizers.__version__, self.bos, self.eos, form, self.special_tokens, *more])
 
     def reading(self, special_tokens: str) -> Encoder:
         """The same encoder with that decided: `text` or `parse`."""

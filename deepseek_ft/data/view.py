@@ -63,7 +63,7 @@ def _shown(row: Row, encoder: Encoder, data: DataConfig) -> dict:
         cut, ids, learnt = len(ids) - (b - a), ids[a:b], learnt[a:b]
     learnt = np.ones(len(ids), np.uint8) if learnt is None else learnt.copy()
     learnt[:1] = 0  # nothing stands before it
-    marks = {encoder.tokenizer.convert_tokens_to_ids(c) for c in encoder.controls}
+    marks = {encoder.tokenizer.convert_tokens_to_ids(c) for c in (*encoder.controls, *encoder.content_tokens)}
     special = np.isin(ids, [m for m in marks if isinstance(m, int)])
     # Specials stand alone; everything else runs on as long as it is learnt or not.
     edges = np.flatnonzero((np.diff(learnt, prepend=learnt[:1]) != 0) | special | np.roll(special, 1))
