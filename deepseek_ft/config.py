@@ -842,6 +842,9 @@ def _contradictions(config: Config) -> Iterator[str]:
         if value is not None and not low <= value <= high:
             yield f"{key}: got {value}; it must be {'at least 0' if high > 1 else 'between 0 and 1'}"
     yield from _odd_tokens(config.model.new_tokens)
+    if config.model.new_tokens and config.method.kind != "full" and train.loss == "liger" and "lm_head" not in config.method.train_also:
+        yield ("train.loss=liger knows no single rows of a head, which model.new_tokens trains beside a frozen one; use "
+               "train.loss=chunked")  # fmt: skip
     yield from _odd_method(config.method)
     if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
         yield f"optim.betas: got {list(optim.betas)}; two numbers from 0 to below 1, such as [0.9, 0.999]"

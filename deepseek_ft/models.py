@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,8 +165,8 @@ def largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values())
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[int]:
-    """How many bytes of text each id stands for; 0 for special tokens.
+def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int, content: Collection[str] = ()) -> list[int]:
+    """How many bytes of text each id stands for; 0 for special tokens, but for those that are content.
 
     In a byte-level vocabulary every character of an entry is one byte. Elsewhere `<0x0A>` is one byte and `▁` a space.
     """
@@ -180,7 +180,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[int
         else:
             counts[i] = len(token.replace("▁", " ").encode("utf-8"))
     for i, token in added.items():
-        counts[i] = 0 if token.special else len(token.content.encode("utf-8"))
+        counts[i] = 0 if token.special and token.content not in content else len(token.content.encode("utf-8"))
     return counts
 
 

@@ -301,11 +301,16 @@ def _load_materials(config: Config) -> _Materials:
 
 def prepare(task: _Task, plan: Plan) -> None:
     """Everything that must be there before the ranks start: C++ ops, tokenizer, blocks, weights."""
+    from .tokens import unseen
+
     ops.build(plan.ops)
     materials = _load_materials(task.config)
     if task.config.data.streaming:
         materials.train[0]  # whether there is something in it
         return
+    new_tokens = task.config.model.new_tokens
+    if new_tokens and (absent := unseen(materials.train.stores, materials.tokenizer, new_tokens)):
+        log.warning("note: in data.train there is no %s of model.new_tokens: nothing is learnt of what it means", ", ".join(absent))
     blocks = len(materials.train)
     at_once = plan.micro_batch_size * plan.world_size
     if blocks < at_once:
@@ -430,7 +435,7 @@ def train(task: _Task, plan: Plan) -> None:
         log.info("weights loaded: at most %.2f GiB of host memory per rank", max(load_peak) / GIB)
         for line in adapters.lines(trained_part, config):
             log.info("%s", line)
-    bytes_of_token = np.array(token_bytes(materials.tokenizer, model.config.vocab_size))
+    bytes_of_token = np.array(token_bytes(materials.tokenizer, model.config.vocab_size, config.model.new_tokens))
     trainer = FineTuneTrainer(
         config=config, plan=plan, model=model, args=args, train_dataset=materials.train, eval_blocks=materials.eval, head=head,
         routers=routers, bytes_of_token=bytes_of_token, processing_class=materials.tokenizer,

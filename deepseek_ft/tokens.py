@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_IDS = 1 << 24
 _BLOCK = 8192
 """Rows that are summed at a time: a table in fp64 would be four times itself."""
 
@@ -60,6 +62,16 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, names: Sequence[str]) -> range:
     return range(first, first + len(names))
 
 
+def unseen(stores: Sequence[Any], tokenizer: PreTrainedTokenizerFast, names: Sequence[str]) -> list[str]:
+    """Those of them that no document holds: their rows would learn what they are not, and nothing else."""
+    new, found = ids_of(tokenizer, names), np.zeros(len(names), bool)
+    for store in stores:
+        for start in range(0, len(store.ids), _IDS):
+            ids = np.asarray(store.ids[start : start + _IDS])
+            found[ids[(ids >= new.start) & (ids < new.stop)] - new.start] = True
+    return [name for name, yes in zip(names, found, strict=True) if not yes]
+
+
 # ---------------------------------------------------------------------------------------------- in the model
 
 
@@ -78,8 +90,8 @@ def make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, names:
     for module in _tables(model):
         with _writing(module.weight), torch.no_grad():
             module.weight[new.start : new.stop] = _mean(module.weight, used).to(module.weight.dtype)
-    where = f"the model had {before:,} rows and has {new.stop:,} now" if new.stop > before else f"in spare rows of the model's {before:,}"
-    log.info("%d new tokens, ids %d to %d: %s; they begin as the mean of the others", len(names), new[0], new[-1], where)
+    where = f"the model had {before:,} rows and has {new.stop:,} now" if new.stop > before else f"in spare ones of the model's {before:,} rows"
+    log.info("new tokens: %d, with the ids %d to %d, %s; their rows begin as the mean of the others", len(names), new[0], new[-1], where)
 
 
 def resize(model: PreTrainedModel, rows: int) -> None:
