@@ -607,7 +607,10 @@ def _loss_bytes(load: Workload, gradient: float) -> tuple[float, float, float]:
     columns = min(vocab, max(256, LOSS_ELEMENTS // t))
     piece = (FP32 + cast) * t * columns
     product = e * h * max(t, columns if gradient else 0)
-    forward = max(piece + FP32 * t * columns / 16, piece + FP32 * t * h + product + of_head)
+    # With rows of new tokens in the place of the head's own, a piece of the head is copied.
+    tables = load.adapter.tables if load.adapter is not None else ()
+    copied = e * h * columns if "lm_head" in tables or (load.shape.tied and tables) else 0
+    forward = max(piece + max(FP32 * t * columns / 16, copied), piece + FP32 * t * h + product + copied + of_head)
     return forward, FP32 * t * h + of_head, 0.0
 
 
