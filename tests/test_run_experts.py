@@ -127,6 +127,7 @@ def test_every_strategy_balances_alike(words, models, tiny_recipe, tmp_path):
         assert (mine["load"], mine["bias"]) == (one["load"], one["bias"])
 
 
+@pytest.mark.slow
 def test_in_bf16_the_bias_keeps_its_small_steps(models, tiny_recipe, tmp_path):
     """Under ZeRO-3 with layers computed twice, frozen routers, and a source whose other tensors must stay what they are."""
     words = (f"model.path={models['v3']}", "model.untrained=true", *SHORT[:-2], "experts.bias_update_speed=0.0001", "experts.train_router=false",
