@@ -469,7 +469,8 @@ def merge(given: Path, output: Path | None = None) -> dict[str, Any]:
     check_loading_info(info, base)
     model.eval()
     tokenizer = load_tokenizer(str(folder))
-    rows = _rows(tokenizer)
+    tables = model.peft_config["default"].trainable_token_indices or {}
+    rows = _rows(tokenizer, sorted({i for ids in tables.values() for i in ids}))
     apart = _logits(model, rows)
     merged = model.merge_and_unload(safe_merge=True)
     merged.config.use_cache = True
@@ -494,9 +495,9 @@ def merge(given: Path, output: Path | None = None) -> dict[str, Any]:
             "mean_difference": mean, "judged": "mean" if routed else "largest", "tolerance": allowed, "quantized_base": bool(training.get("quantized_base"))}  # fmt: skip
 
 
-def _rows(tokenizer: Any) -> torch.Tensor:
-    """(4, 64) tokens of real text that is always there: this file."""
-    ids = tokenizer.encode(Path(__file__).read_text(encoding="utf-8"), add_special_tokens=False)
+def _rows(tokenizer: Any, new_ids: list[int]) -> torch.Tensor:
+    """(4, 64) tokens: those that were added, half of them at most, and real text that is always there: this file."""
+    ids = new_ids[: _ROWS * _TOKENS // 2] + tokenizer.encode(Path(__file__).read_text(encoding="utf-8"), add_special_tokens=False)
     return torch.tensor(ids[: _ROWS * _TOKENS]).view(_ROWS, _TOKENS)
 
 

@@ -341,6 +341,19 @@ def test_the_adapter_loads_on_the_original_base_here_and_with_plain_peft_and_mer
 _EMBEDDED = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta.default"
 
 
+def test_a_merge_that_loses_a_row_of_the_embedding_is_refused(base, tmp_path, monkeypatch):
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    model, config, tokenizer = loaded(base(448))
+    moved(model)
+    adapters.save(model, tmp_path / "model", config)
+    tokenizer.save_pretrained(tmp_path / "model")
+    merge = TrainableTokensLayer.merge
+    monkeypatch.setattr(TrainableTokensLayer, "merge", lambda self, **k: None if isinstance(self.base_layer, torch.nn.Embedding) else merge(self, **k))
+    with pytest.raises(CheckpointError, match="it is not the model that was trained"):
+        adapters.merge(tmp_path / "model")
+
+
 def test_a_saved_row_that_is_missing_is_named(base, tmp_path):
     from safetensors.torch import save_file
 
