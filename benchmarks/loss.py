@@ -244,7 +244,6 @@ def missed(vocab: int, pieces: bool, mine: dict, other: dict) -> list[str]:
 
 def compare(spec: dict, repeats: int) -> list[tuple[str, ...]]:
     """Rows of the table for one vocabulary in one type."""
-    from deepseek_ft.losses import _step
     from deepseek_ft.memory import LOSS_ELEMENTS
 
     reasons = {name: why_not(name, spec["device"]) for name in TRAINING | EVALUATION}
@@ -256,7 +255,7 @@ def compare(spec: dict, repeats: int) -> list[tuple[str, ...]]:
                 continue  # what is far apart needs no median
             runs[name].append(measure("pass", spec | {"name": name, "check": turn == 0}))
     found = {name: r[0] | {key: middle(r, key) for key in ("cpu", "grown")} for name, r in runs.items()}
-    pieces = _step(spec["tokens"], spec["vocab"], LOSS_ELEMENTS) < spec["vocab"]
+    pieces = LOSS_ELEMENTS // max(spec["tokens"], spec["width"]) < spec["vocab"]
     rows = []
     for name, title in (TRAINING | EVALUATION).items():
         case = f"{spec['vocab']:,} {spec['dtype']}"

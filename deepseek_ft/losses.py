@@ -141,7 +141,7 @@ class _Walk:
             z.mul_(counted)
             for i, (hidden, _) in enumerate(self.parts):
                 if found[2 * i + 1] is not None:
-                    found[2 * i + 1][piece] = self.as_type(z, piece, hidden.dtype).t() @ shrunk[i]
+                    _product(self.as_type(z, piece, hidden.dtype).t(), shrunk[i], found[2 * i + 1][piece])
             if of_rows is not None and (inside_piece := self.replaced(piece)) is not None:
                 there, which = inside_piece
                 of_rows[which] = z[:, there].to(shrunk[0].dtype).t() @ shrunk[0]
@@ -187,8 +187,16 @@ class _HeadLoss(torch.autograd.Function):
         return None, None, None, None, None, *grads
 
 
-def _step(rows: int, vocab: int, elements: int) -> int:
-    return max(256, min(vocab, elements // max(1, rows)))
+def _product(a: torch.Tensor, b: torch.Tensor, to: torch.Tensor) -> None:
+    if to.dtype is a.dtype:
+        torch.mm(a, b, out=to)
+    else:  # under autocast the head and its gradient are fp32
+        to.copy_(a @ b)
+
+
+def _step(hidden: torch.Tensor, vocab: int, elements: int) -> int:
+    """Ids in a piece: neither its logits nor its rows of the head are more than `elements`."""
+    return max(256, min(vocab, elements // max(1, *hidden.shape)))
 
 
 def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, denominator=None, elements: int = LOSS_ELEMENTS,
@@ -211,7 +219,7 @@ def head_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, 
     if denominator is None:
         denominator = (labels != IGNORED).sum().clamp(min=1)
     denominator = torch.as_tensor(denominator, device=hidden.device).float()
-    step = _step(hidden.shape[0], weight.shape[0], elements)
+    step = _step(hidden, weight.shape[0], elements)
     if rows is not None:
         weight = weight.detach()
     first, replacing = (None, ()) if rows is None else (rows[0], (rows[1],))
@@ -223,7 +231,7 @@ def head_nll(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, e
              soft: Softening = Softening(), adapter: Pair | None = None, rows: Rows | None = None) -> torch.Tensor:  # fmt: skip
     """Each row's negative log likelihood in nats, (N,) in fp32; 0 where the label is -100. The arguments of `head_loss`."""
     parts = [(hidden, weight), *([adapter] if adapter else [])]
-    return _Walk(parts, labels, _step(hidden.shape[0], weight.shape[0], elements), soft, rows).losses()[0]
+    return _Walk(parts, labels, _step(hidden, weight.shape[0], elements), soft, rows).losses()[0]
 
 
 # ------------------------------------------------------------------------------------- another's kernels

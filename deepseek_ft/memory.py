@@ -604,13 +604,12 @@ def _loss_bytes(load: Workload, gradient: float) -> tuple[float, float, float]:
         return forward, e * t * h + of_head, 0.0
     # First the denominator: a piece of logits, in 16 bits and in fp32, and a sixteenth of it once more. Then such a piece
     # and the gradients of the head and of what enters it, which stay until the backward pass.
-    columns = min(vocab, max(256, LOSS_ELEMENTS // t))
+    columns = min(vocab, max(256, LOSS_ELEMENTS // max(t, h)))
     piece = (FP32 + cast) * t * columns
-    product = e * h * max(t, columns if gradient else 0)
-    # With rows of new tokens in the place of the head's own, a piece of the head is copied.
+    # A piece of the head is copied under autocast, and where rows of new tokens take the place of the head's own.
     tables = load.adapter.tables if load.adapter is not None else ()
-    copied = e * h * columns if "lm_head" in tables or (load.shape.tied and tables) else 0
-    forward = max(piece + max(FP32 * t * columns / 16, copied), piece + FP32 * t * h + product + copied + of_head)
+    copied = e * h * columns if load.autocast or "lm_head" in tables or (load.shape.tied and tables) else 0
+    forward = max(piece + max(FP32 * t * columns / 16, copied), piece + (FP32 + e) * t * h + copied + of_head)
     return forward, FP32 * t * h + of_head, 0.0
 
 
