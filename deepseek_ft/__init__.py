@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 _HOME = {  # public name -> the room it lives in
     "finetune": "run",
     "RunResult": "report",
-    "load_config": "config",
-    "list_recipes": "config",
+    "load_config": "recipe",
+    "list_recipes": "recipe",
     "Config": "config",
     "plan_run": "planner",
     "Plan": "planner",
@@ -32,9 +32,10 @@ _HOME = {  # public name -> the room it lives in
 __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
-    from .config import Config, list_recipes, load_config
+    from .config import Config
     from .errors import CheckpointError, ConfigError, DataError, DeepSeekFTError, PlanError, RunError
     from .planner import Plan, plan_run
+    from .recipe import list_recipes, load_config
     from .report import RunResult
     from .run import finetune
     from .shapes import ModelShape

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import Config, load_config, to_dict
+from .config import Config, to_dict
 from .errors import CheckpointError, ConfigError, listing
+from .recipe import load_config
 from .strategies import STRATEGIES
 
 if TYPE_CHECKING:

@@ -183,10 +183,10 @@ def _constants(words: list[str]) -> dict[str, float]:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from . import launch, plan_view
-    from .config import load_config
     from .data.sources import guess_tokens
     from .hardware import described, probe
     from .planner import plan_run, schedule_run
+    from .recipe import load_config
     from .shapes import fetch_config, find_shape
 
     config = load_config(arguments.recipe, arguments.overrides)
@@ -222,7 +222,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _recipes(arguments: argparse.Namespace) -> None:
-    from .config import list_recipes, load_config, to_yaml
+    from .config import to_yaml
+    from .recipe import list_recipes, load_config
 
     if arguments.recipe:
         print(to_yaml(load_config(arguments.recipe, arguments.overrides)), end="")
@@ -266,8 +267,8 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> None:
-    from .config import load_config
     from .data import view
+    from .recipe import load_config
     from .run import cache_dir, load_data, open_data
 
     if arguments.data_command == "cache":

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import Config, resource_dir
+from .config import Config
 from .errors import ConfigError
+from .recipe import resource_dir
 
 # Keys that DeepSpeed 0.19 reads and that make sense under Trainer, with the kind of value each takes. DeepSpeed ignores
 # any other key without a word, so a misspelt one is an error here. "count" is a whole number of at least 0.

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from . import deepspeed_config
 from . import ops as ops_module
-from .config import TRAINED_WHOLE, Config, ExpertsConfig, resource_dir
+from .config import TRAINED_WHOLE, Config, ExpertsConfig
 from .errors import ConfigError, PlanError, listing
 from .hardware import GIB, Hardware, probe
 from .memory import Adapter, Memory, Workload, estimate, matches, resident_bytes
 from .optimizers import OPTIMIZERS, ROUNDINGS, Optimizer, refused, resolve, rounding
+from .recipe import resource_dir
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
 from .timing import Timing, estimate_time

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import checkpoints, launch, ops, plan_view, planner
-from .config import Config, load_config, to_dict, to_yaml
+from .config import Config, to_dict, to_yaml
 from .errors import CheckpointError, ConfigError, DataError, PlanError, RunError
 from .hardware import GIB, probe
 from .optimizers import check_installed
 from .planner import Plan, plan_run
+from .recipe import load_config
 from .report import RunResult
 from .shapes import fetch_config, find_shape, shape_from_config
 

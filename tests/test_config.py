@@ -9,7 +9,8 @@ import pytest
 
 from deepseek_ft import ConfigError, list_recipes, load_config
 from deepseek_ft import config as config_module
-from deepseek_ft.config import find_recipe, known_keys, to_yaml
+from deepseek_ft.config import known_keys, to_yaml
+from deepseek_ft.recipe import find_recipe
 
 
 def problems(*args, **kwargs) -> str:

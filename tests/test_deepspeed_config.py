@@ -6,8 +6,8 @@ import json
 import pytest
 
 from deepseek_ft import ConfigError, load_config
-from deepseek_ft.config import resource_dir
 from deepseek_ft.deepspeed_config import Batch, check, read
+from deepseek_ft.recipe import resource_dir
 from deepseek_ft.strategies import STRATEGIES
 
 FILES = sorted(p.stem for p in resource_dir("ds_configs").glob("*.json"))

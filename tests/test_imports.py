@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, clean_environment
 
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "evaluate", "accelerate", "matplotlib", "pandas"}
-LIGHT = ("__init__", "errors", "config", "hardware", "shapes", "strategies", "planner", "deepspeed_config", "ops",
+LIGHT = ("__init__", "errors", "config", "recipe", "hardware", "shapes", "strategies", "planner", "deepspeed_config", "ops",
          "cli", "doctor", "measure", "memory", "timing", "plan_view", "launch", "run", "schedules", "report", "checkpoints", "data.sources", "data.blocks")  # fmt: skip
 
 
