@@ -6,18 +6,21 @@ The table is arithmetic and reasons, which the planner needs without torch; `bui
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, RunError
+from .errors import ConfigError
 from .strategies import Strategy
 
 if TYPE_CHECKING:
     import torch
 
     from .config import OptimConfig
+
+log = logging.getLogger(__name__)
 
 ROUNDINGS = ("none", "stochastic", "plain")
 """What becomes of an update that is smaller than half a step of the weight's type, from the least harm to the most."""
@@ -212,19 +215,21 @@ def share_master_weights(zero: Any) -> None:
     """Let ZeRO-3 update its shard of the weights themselves, where the master weights are of the same type and on the same device.
 
     DeepSpeed 0.19 means to do so (deepspeed/runtime/zero/stage3.py, _create_fp32_partitions), but compares a tensor's device
-    with a device's name, which is never equal, and keeps a copy: 2 bytes per parameter in bf16. No step has been taken.
+    with a device's name, which is never equal, and keeps a copy: 2 bytes per parameter in bf16. For before the first step.
 
     Args:
         zero: the engine's optimizer.
-
-    Raises:
-        RunError: the two are not equal.
     """
+    import torch
+
     for weights, master in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
         if weights is None or (weights.dtype, weights.device) != (master.dtype, master.device):
             continue  # of another type, or on the host or a disk
-        if not bool((weights == master).all()):
-            raise RunError("ZeRO-3's master weights are not the weights before the first step: this version of DeepSpeed is not known")
+        # Bit by bit: a shard's padding was never written to, and a NaN in it would not be equal to itself.
+        if not torch.equal(weights.view(torch.uint8), master.data.view(torch.uint8)):
+            log.warning("note: ZeRO-3's master weights are not the weights before the first step; both are kept, which takes more memory "
+                        "than was planned")  # fmt: skip
+            return
         master.data = weights.data
 
 

@@ -18,8 +18,8 @@ from deepseek_ft import adapters, export, finetune, models
 def main(recipe: str, answer: str, overrides: list[str]) -> None:
     begun, attach, save = {}, adapters.attach, export.save_model_folder
 
-    def attached(model, config, plan, source):
-        model = attach(model, config, plan, source)
+    def attached(model, config, plan, source, new_ids):
+        model = attach(model, config, plan, source, new_ids)
         begun.update({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
         begun["base"] = source, models.load_dtype(config, plan)
         return model

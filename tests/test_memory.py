@@ -127,6 +127,7 @@ def test_the_count_is_torchs():
 RANKS = [
     bench.Case("tiny-llama", "zero2", bench._MHA, ranks=2, micro_batch_size=4, seq_len=256),
     bench.Case("tiny-v3", "zero3", bench._MOE, ranks=3, micro_batch_size=4, seq_len=256),
+    bench.Case("tiny-llama", "zero3_bf16", bench._MHA, ranks=2, micro_batch_size=1, seq_len=128),  # weights that are their own master
 ]
 
 
