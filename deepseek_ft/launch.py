@@ -150,6 +150,9 @@ def adopt_rank_environment(config: Config, plan: Plan) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
     if is_main_rank() and not os.environ.get("TORCHELASTIC_RUN_ID"):
         _check_port(int(os.environ["MASTER_PORT"]))
+    if not plan.strategy.many_ranks:  # accelerate would wrap the model for ranks that are not there
+        for name in _RANK_VARIABLES:
+            os.environ.pop(name, None)
 
 
 def port_holder(port: int) -> str | None:

@@ -285,6 +285,8 @@ class FineTuneTrainer(Trainer):
             }
         elif plan.world_size > 1:
             expected["engine"] = "DistributedDataParallel"
+        else:
+            expected["engine"] = type(self.model).__name__
         wrong = [f"{k} is {facts.get(k)}, planned {v}" for k, v in expected.items() if facts.get(k) != v]
         wrong += check_types(facts["precision"], plan.optimizer, plan.strategy)
         if wrong:

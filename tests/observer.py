@@ -37,7 +37,7 @@ def main(recipe: str, answer: str, overrides: list[str]) -> None:
         found = {"changed_base": [], "trained": {}}
         parameters = dict(model.named_parameters())
         with adapters._whole(list(parameters.values())):
-            if int(os.environ["RANK"]) == 0:
+            if os.environ.get("RANK", "0") == "0":
                 unset_hf_deepspeed_config()
                 source, dtype = begun.pop("base")
                 base = dict(AutoModelForCausalLM.from_pretrained(source, dtype=dtype).named_parameters())
