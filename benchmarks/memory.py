@@ -230,7 +230,7 @@ def count_fake(case: Case, mode=None) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from deepseek_ft.activations import recompute_layers, tile_feed_forward
-    from deepseek_ft.losses import use_chunked_loss
+    from deepseek_ft.losses import Head
 
     config = {k: v for k, v in case.config.items() if k != "torch_dtype"}
     kind = config.pop("model_type")
@@ -251,7 +251,7 @@ def count_fake(case: Case, mode=None) -> int:
             torch.set_default_dtype(torch.float32)
         model.train()
         if case.loss == "chunked":
-            use_chunked_loss(model.get_base_model() if case.lora else model)
+            Head(model).use_for_training()
         if case.tiled_mlp > 1:
             tile_feed_forward(model, case.tiled_mlp)
         if case.checkpointing:
@@ -288,7 +288,7 @@ def rank(spec: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_seed
 
     from deepseek_ft import load_config, plan_run
-    from deepseek_ft.losses import use_chunked_loss
+    from deepseek_ft.losses import Head
     from deepseek_ft.models import load_dtype
     from deepseek_ft.trainer import FineTuneTrainer, build_training_args
 
@@ -326,7 +326,7 @@ def rank(spec: str) -> None:
             )
             model.config.use_cache = False
             if case.loss == "chunked":
-                use_chunked_loss(model)
+                Head(model).use_for_training()
             tokens = torch.randint(
                 0, shape["vocab_size"], (steps * case.accumulation * case.micro_batch_size * ranks, case.seq_len)
             )

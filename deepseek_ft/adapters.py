@@ -15,10 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from .checkpoints import read_json, write_json
-from .config import Config
+from .config import Config, is_hub_id
 from .errors import CheckpointError, RunError, listing
 from .memory import adapted_modules, matches
 from .planner import Plan, adapter_of, frozen_of
+from .ranks import whole
 from .shapes import ModelShape, find_shape, shape_from_config
 from .tokens import compute_rows_apart, is_tied, resize, tables_at_hand, wrapped
 
@@ -285,18 +286,6 @@ class GradientCheck(TrainerCallback):
 # ---------------------------------------------------------------------------------------------- on the disk
 
 
-@contextlib.contextmanager
-def _whole(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Under ZeRO-3 the parameters gathered, on every rank."""
-    if not any(hasattr(p, "ds_id") for p in parameters):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=None):
-        yield
-
-
 def _named(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Under the names that peft's files have."""
     from peft import get_peft_model_state_dict
@@ -316,7 +305,7 @@ def save(model: nn.Module, folder: Path, config: Config, write: bool = True) -> 
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tensors = {}
-    with _whole(list(trained.values())):
+    with whole(list(trained.values())):
         if write:
             tensors = {name: p.detach().cpu().clone().contiguous() for name, p in trained.items()}
     if not write:
@@ -386,6 +375,25 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
 
 
+def _settings(folder: Path, kind: type) -> Any:
+    """adapter_config.json, once everything that can be seen without the base's weights is as it must be.
+
+    Raises:
+        CheckpointError: a file is broken, or the base is not where it says.
+    """
+    try:
+        settings = kind.from_pretrained(str(folder))
+    except Exception as error:
+        raise CheckpointError(f"{folder / SETTINGS} cannot be read: {error}") from None
+    base = str(settings.base_model_name_or_path)
+    if "/" in base and not Path(base).is_dir() and not is_hub_id(base):
+        raise CheckpointError(f"{folder / SETTINGS} names {base} as the adapter's base, and there is no such folder; put its new place "
+                              "there (base_model_name_or_path)")  # fmt: skip
+    if unreadable := [line for line in _differences(folder, {}) if "cannot be read" in line]:
+        raise CheckpointError(f"the adapter in {folder} is broken: {unreadable[0]}")
+    return settings
+
+
 def load_with_base(folder: Path, whole: bool = False) -> tuple[nn.Module, dict]:
     """Base and adapter of a folder, as they were trained together; and transformers' report on the base.
 
@@ -397,7 +405,7 @@ def load_with_base(folder: Path, whole: bool = False) -> tuple[nn.Module, dict]:
     """
     from peft import LoraConfig, get_peft_model
 
-    training, settings = read_json(folder / TRAINING), LoraConfig.from_pretrained(str(folder))
+    training, settings = read_json(folder / TRAINING), _settings(folder, LoraConfig)
     name = settings.base_model_name_or_path
     dtype = DTYPES.get(training.get("precision"), "auto")
     more = {}

@@ -46,6 +46,8 @@ class RunLog(TrainerCallback):
         self._marked_step = self._first_step = 0
         self._learning_rate = self._first_seconds = 0.0
         self._bar = None
+        self._starts = resumed_from is None
+        """The first loss is still to come."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         facts = self.trainer.assert_planned()
@@ -141,10 +143,10 @@ class RunLog(TrainerCallback):
         Raises:
             RunError: before the first update, or at the first loss that is logged.
         """
-        config, began = self.trainer.config, len(self.history) == 1 and self.resumed_from is None
-        loss = entry.get("eval_loss", entry.get("loss"))
-        if not began or loss is None or config.model.untrained or config.model.path.startswith("preset:"):
+        config, loss = self.trainer.config, entry.get("eval_loss", entry.get("loss"))
+        if not self._starts or loss is None or config.model.untrained or config.model.path.startswith("preset:"):
             return
+        self._starts = False
         ids = self.trainer.model.config.vocab_size
         if loss > GUESSING * math.log(ids):
             raise RunError(

@@ -129,6 +129,9 @@ def set_up_logging() -> None:
     # torchao reports, on import, each of its kernels that this Python or card has no use for.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    # peft asks models of transformers by a name that is about to go.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     # DeepSpeed calls collectives by names that torch has begun to rename; torch says so at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 

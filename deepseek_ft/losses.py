@@ -18,6 +18,7 @@ from torch import nn
 
 from .errors import RunError
 from .memory import LOSS_ELEMENTS
+from .ranks import within
 
 IGNORED = -100
 FP16_ROOM = 2.0**-8
@@ -342,8 +343,9 @@ class Head:
 
     # ------------------------------------------------------------------------------------ what is asked for
 
-    def use_for_training(self, smoothing: float = 0.0, liger: bool = False) -> None:
-        """
+    def use_for_training(self, smoothing: float = 0.0, liger: bool = False) -> Head:
+        """Let the model compute its training loss without logits. Without labels (generation) nothing is changed.
+
         Args:
             liger: by `liger_loss`, which knows no adapter on the head, and no rows of it.
 
@@ -353,6 +355,7 @@ class Head:
         if liger and (self.adapter or self.has_rows):
             raise ValueError(f"Liger's loss knows no {'adapter on' if self.adapter else 'single rows of'} the head")
         self.in_training, self.smoothing, self.by_liger = True, smoothing, liger
+        return self
 
     @contextlib.contextmanager
     def scoring(self, labels: torch.Tensor) -> Iterator[None]:
@@ -428,19 +431,6 @@ class Head:
         return within(self.base, lambda: within(up, lambda: answer((low, up.weight))))
 
 
-def within(module: nn.Module, then: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`then()` in the place of the module's own computation, where ZeRO-3 has made its weight whole."""
-    own = module.__dict__.get("forward")
-    module.forward = lambda *_: then()
-    try:
-        return nn.Module.__call__(module, next(module.parameters()))  # a ParameterDict's own refuses
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
-
 def _adapter_of(head: nn.Module) -> list[str]:
     """Names of the LoRA adapters on a head.
 
@@ -467,16 +457,3 @@ def use_smoothed_loss(model: nn.Module, smoothing: float) -> None:
         return total / torch.as_tensor(count, device=total.device)
 
     base.loss_function = loss
-
-
-def use_chunked_loss(model: nn.Module, smoothing: float = 0.0) -> Head:
-    """Let a causal language model of transformers compute its training loss by `head_loss`.
-
-    Without labels (generation) nothing is changed.
-
-    Raises:
-        ValueError: the head is of a kind that has no chunked loss.
-    """
-    head = Head(model)
-    head.use_for_training(smoothing)
-    return head

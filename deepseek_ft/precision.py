@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .errors import CheckpointError, RunError
+from .ranks import from_all
 
 if TYPE_CHECKING:
     from .config import Config
@@ -54,7 +55,7 @@ def check_weights(model: nn.Module, config: Config, source: str) -> None:
         CheckpointError: a weight is NaN or infinite, or is beyond what fp16 holds in an fp16 run.
     """
     limit = FP16_END if config.train.precision == "fp16" else math.inf
-    wrong = sorted({name for names in _from_all([n for n, t in _held(model) if not _fits(t, limit)]) for name in names})
+    wrong = sorted({name for names in from_all([n for n, t in _held(model) if not _fits(t, limit)]) for name in names})
     if not wrong:
         return
     told = list(_in_files(source, limit)) or [f"{name} holds a number that is not finite" for name in wrong]
@@ -107,15 +108,6 @@ def _in_files(source: str, limit: float) -> Iterator[str]:
                 largest = float(tensor.abs().max())
                 count = int(beyond.sum())
                 yield f"{name}: {count:,} of {tensor.numel():,} values {'are' if count > 1 else 'is'} beyond it, the largest {largest:,.0f}"
-
-
-def _from_all(mine: Any) -> list:
-    """What every rank gives, in the order of the ranks."""
-    if not dist.is_initialized():
-        return [mine]
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
 
 
 # -------------------------------------------------------------------------------- where the first of them came from
@@ -197,7 +189,7 @@ def find_origin(model: nn.Module, wrapped: Any, batches: Sequence[dict], device:
     was_training = wrapped.training
     wrapped.eval()  # no dropout, nothing recomputed
     first: Origin | None = None
-    order = -1
+    order, rank = -1, dist.get_rank() if dist.is_initialized() else 0
     try:
         rows = 0
         for batch in batches:
@@ -214,7 +206,7 @@ def find_origin(model: nn.Module, wrapped: Any, batches: Sequence[dict], device:
                     at = int(bad.int().argmax()) if bad.numel() == tokens else 0
                     row, column = divmod(at, labels.shape[-1])
                     entered = came_in is not None and bool(came_in.any())
-                    first = Origin(name, entered, _rank(), rows + row, _document(batch, row, column, decode))
+                    first = Origin(name, entered, rank, rows + row, _document(batch, row, column, decode))
             rows += labels.shape[0]
     finally:
         for hook in hooks:
@@ -222,12 +214,8 @@ def find_origin(model: nn.Module, wrapped: Any, batches: Sequence[dict], device:
         if was_training:
             wrapped.train()
     # The earliest in the pass of all ranks: they run the same modules in the same order.
-    found = [pair for pair in _from_all((order, first)) if pair[1] is not None]
+    found = [pair for pair in from_all((order, first)) if pair[1] is not None]
     return min(found, key=lambda pair: pair[0])[1] if found else Origin(None)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _document(batch: dict, row: int, column: int, decode, length: int = 24) -> str:
@@ -314,7 +302,7 @@ class Numbers:
             raise RunError(self._diverged(step))
         before, self._scale = self._scale, self.loss_scale
         patience, self._patience = self._patience, getattr(self._scaler(), "cur_hysteresis", 1)
-        broken_loss = any(_from_all(not bool(torch.isfinite(self.trainer._tr_loss))))
+        broken_loss = any(from_all(not bool(torch.isfinite(self.trainer._tr_loss))))
         self._leave_out()
         scaler = self._scaler()
         smallest = getattr(scaler, "min_scale", getattr(scaler, "min_loss_scale", None)) or 1.0

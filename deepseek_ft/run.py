@@ -379,6 +379,7 @@ def train(task: _Task, plan: Plan) -> None:
     from .export import CHECKED_BLOCKS, learn_to_stop, save_model_folder
     from .models import load_model, token_bytes
     from .precision import check_weights
+    from .ranks import from_all
     from .report import plot_loss, read_metrics
     from .trainer import FineTuneTrainer, build_training_args
 
@@ -431,7 +432,7 @@ def train(task: _Task, plan: Plan) -> None:
     routers = _routers(model, config, plan, materials.tokenizer)
     if plan.strategy.stage == 3 and (leaves := experts.keep_whole(model)) and main:
         log.info("ZeRO-3 gathers %s as a whole: its experts are modules in a list", ", ".join(leaves))
-    load_peak = _gathered(peak_memory_bytes("cpu"))
+    load_peak = from_all(peak_memory_bytes("cpu"))
     if main:
         log.info("weights loaded: at most %.2f GiB of host memory per rank", max(load_peak) / GIB)
         for line in adapters.lines(trained_part, config):
@@ -457,8 +458,8 @@ def train(task: _Task, plan: Plan) -> None:
         trainer.evaluate()
     learn_to_stop(model, materials.tokenizer, materials.form)
     save_model_folder(trainer, materials.tokenizer, run_dir / "model")
-    peak = _gathered(peak_memory_bytes(plan.device))
-    host_peak = _gathered(peak_memory_bytes("cpu"))
+    peak = from_all(peak_memory_bytes(plan.device))
+    host_peak = from_all(peak_memory_bytes("cpu"))
     if main:
         metrics = read_metrics(run_dir / "metrics.jsonl")
         losses = [m["loss"] for m in metrics if "loss" in m]
@@ -543,16 +544,6 @@ def _compared(plan: Plan, peak: list[int], host_peak: list[int], step_seconds: f
 
 def _eval_figures(row: dict) -> dict:
     return {k.removeprefix("eval_"): v for k, v in row.items() if k.startswith("eval_")}
-
-
-def _gathered(value: int) -> list[int]:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return [value]
-    values: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def verify(task: _Task) -> None:

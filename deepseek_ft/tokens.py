@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, listing
-from .losses import within
+from .ranks import whole, within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -88,7 +88,7 @@ def make_room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, names:
     before = model.config.vocab_size
     resize(model, new.stop)
     for module in _tables(model):
-        with _writing(module.weight), torch.no_grad():
+        with whole([module.weight], writer=0), torch.no_grad():
             module.weight[new.start : new.stop] = _mean(module.weight, used).to(module.weight.dtype)
     where = f"the model had {before:,} rows and has {new.stop:,} now" if new.stop > before else f"in spare ones of the model's {before:,} rows"
     log.info("new tokens: %d, with the ids %d to %d, %s; their rows begin as the mean of the others", len(names), new[0], new[-1], where)
@@ -102,7 +102,7 @@ def resize(model: PreTrainedModel, rows: int) -> None:
     tied = head.weight is embedding.weight
     for module in _tables(model):
         old = module.weight
-        with _whole([old]):
+        with whole([old]):
             more = old.new_zeros(rows - old.shape[0], old.shape[1])
             weight = nn.Parameter(torch.cat([old.detach(), more]), requires_grad=old.requires_grad)
         if hasattr(old, "ds_id"):  # ZeRO-3: transformers' resize leaves the head whole on every rank
@@ -127,21 +127,6 @@ def _mean(weight: torch.Tensor, used: list[int]) -> torch.Tensor:
     return total / len(used)
 
 
-@contextlib.contextmanager
-def _whole(weights: list[nn.Parameter], writer: int | None = None) -> Iterator[None]:
-    if not any(hasattr(weight, "ds_id") for weight in weights):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(weights, modifier_rank=writer):
-        yield
-
-
-def _writing(weight: nn.Parameter) -> contextlib.AbstractContextManager:
-    return _whole([weight], writer=0)
-
-
 # --------------------------------------------------------------------------------------- beside a frozen base
 
 
@@ -153,7 +138,7 @@ def tables_at_hand(model: PreTrainedModel) -> Iterator[None]:
     usual = layer.check_deepspeed_zero3_enabled
     layer.check_deepspeed_zero3_enabled = lambda: False
     try:
-        with _whole([module.weight for module in _tables(model)]):
+        with whole([module.weight for module in _tables(model)]):
             yield
     finally:
         layer.check_deepspeed_zero3_enabled = usual

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from deepseek_ft import adapters, export, finetune, models
+from deepseek_ft import adapters, export, finetune, models, ranks
 
 
 def main(recipe: str, answer: str, overrides: list[str]) -> None:
@@ -36,7 +36,7 @@ def main(recipe: str, answer: str, overrides: list[str]) -> None:
 
         found = {"changed_base": [], "trained": {}}
         parameters = dict(model.named_parameters())
-        with adapters._whole(list(parameters.values())):
+        with ranks.whole(list(parameters.values())):
             if os.environ.get("RANK", "0") == "0":
                 unset_hf_deepspeed_config()
                 source, dtype = begun.pop("base")

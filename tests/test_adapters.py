@@ -419,7 +419,15 @@ def test_what_is_no_adapter_is_not_merged(tmp_path, cache, tokenizer):
     shutil.copytree(settings["base_model_name_or_path"], gone)
     (folder / adapters.SETTINGS).write_text(json.dumps(settings | {"base_model_name_or_path": str(gone)}))
     shutil.rmtree(gone)
-    with pytest.raises(CheckpointError, match="do not load"):
+    with pytest.raises(CheckpointError, match="there is no such folder; put its new place there"):
+        adapters.merge(folder)
+    weights = folder / adapters.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:900])
+    (folder / adapters.SETTINGS).write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=f"is broken: {adapters.WEIGHTS} cannot be read"):
+        adapters.merge(folder)
+    (folder / adapters.SETTINGS).write_text('{"peft_type": "LORA", ')
+    with pytest.raises(CheckpointError, match=f"{adapters.SETTINGS} cannot be read"):
         adapters.merge(folder)
 
 

@@ -58,7 +58,7 @@ def padded(**more) -> list[dict]:
 
 
 def trained(folder, model, *, micro=8, accumulation=1, steps=2, data=None, chunked=False, **overrides):
-    from deepseek_ft.losses import use_chunked_loss
+    from deepseek_ft.losses import Head
 
     words = {"strategy": "single", "train.micro_batch_size": micro, "train.grad_accum_steps": accumulation, "train.log_steps": 1,
              "optim.max_grad_norm": 1e9, "optim.lr": 1e-2, "data.seq_len": 16, "train.save_steps": None, "optim.warmup_steps": 0,
@@ -67,7 +67,7 @@ def trained(folder, model, *, micro=8, accumulation=1, steps=2, data=None, chunk
     plan = plan_run(config, CPU)
     args = build_training_args(config, plan, folder, steps)
     if chunked:
-        use_chunked_loss(model)
+        Head(model).use_for_training()
     routers = Routers(model, PAD, config.experts.balance_loss, config.experts.bias_update_speed)
     trainer = FineTuneTrainer(config=config, plan=plan, bytes_of_token=np.ones(64), eval_blocks=None, model=model, args=args,
                               train_dataset=data or padded(), routers=routers if routers.blocks else None)  # fmt: skip

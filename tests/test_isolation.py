@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from deepseek_ft.data.blocks import Blocks, collate, load_blocks
 from deepseek_ft.data.formats import Completion
 from deepseek_ft.evaluation import block_nll
-from deepseek_ft.losses import use_chunked_loss
+from deepseek_ft.losses import Head
 from deepseek_ft.shapes import PRESETS
 
 ARCHITECTURES = [name for name in PRESETS if name.startswith("tiny")]
@@ -109,7 +109,7 @@ def test_a_packed_batch_has_the_loss_and_gradient_of_its_conversations_one_by_on
     blocks = load_blocks([corpus_of(examples, "conversations")], [1.0], ENCODER, 70, tmp_path)
     model = make_model(name, attention).train()
     if loss == "chunked":
-        use_chunked_loss(model)
+        Head(model).use_for_training()
     batch = batch_of(blocks, model)
     targets = int((batch["labels"] != -100).sum())
     assert len(blocks) == 2 and targets == blocks.count_targets() == sum(len(c) + 1 - (not p) for p, c in CONVERSATIONS)

@@ -11,7 +11,7 @@ from conftest import ROOT, clean_environment, cli, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deepseek_ft.losses import IGNORED, Head, Softening, head_loss, head_nll, use_chunked_loss, use_smoothed_loss
+from deepseek_ft.losses import IGNORED, Head, Softening, head_loss, head_nll, use_smoothed_loss
 from deepseek_ft.shapes import PRESETS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -91,7 +91,7 @@ def test_every_architecture_trains_the_same(name):
     loss, grads = step()
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    use_chunked_loss(model)
+    Head(model).use_for_training()
     chunked, chunked_grads = step()
     assert chunked == pytest.approx(loss, rel=1e-6) and chunked_grads.keys() == grads.keys()
     for parameter, grad in grads.items():
@@ -230,7 +230,7 @@ def test_heads_of_every_kind_train_and_score_as_without(make):
     loss, grads = step()
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
-    head = use_chunked_loss(model)
+    head = Head(model).use_for_training()
     found, found_grads = step()
     assert found == pytest.approx(loss, rel=1e-6) and found_grads.keys() == grads.keys()
     for name, grad in grads.items():
@@ -248,7 +248,7 @@ def test_heads_of_every_kind_train_and_score_as_without(make):
 
 def test_after_an_error_in_the_model_everything_is_as_before():
     model = gemma()
-    head = use_chunked_loss(model)
+    head = Head(model).use_for_training()
     ids = torch.randint(0, 500, (1, 8))
     logits = model(input_ids=ids, use_cache=False).logits.detach()
     for broken in ({"input_ids": torch.full((1, 8), 10_000)}, {"inputs_embeds": torch.zeros(1, 8, 5)}):
@@ -272,7 +272,7 @@ def test_what_is_not_known_is_refused():
 def test_smoothed_labels_have_one_loss_with_and_without_logits():
     ids = torch.randint(0, 500, (2, 24))
     found = []
-    for use in (use_smoothed_loss, use_chunked_loss):
+    for use in (use_smoothed_loss, lambda model, smoothing: Head(model).use_for_training(smoothing)):
         model = tiny()
         plain = model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(46)).loss.item()
         use(model, 0.1)
