@@ -1,11 +1,12 @@
 """Loss curves on real text: one model, one order of the same batches, every precision and every optimizer that runs here.
 
-    python benchmarks/curves.py path/to/wikitext-103 --out docs/benchmarks
-    python benchmarks/curves.py path/to/wikitext-103 --model runs/smollm2-135m-base --steps 24 --seed 42 --out docs/benchmarks
+    python benchmarks/curves.py path/to/wikitext-103
+    python benchmarks/curves.py path/to/wikitext-103 --model runs/smollm2-135m-base --steps 24 --seed 42 --lr 5e-5
 
-Trains on the validation set of WikiText-103, scores articles of its test set, and writes one plot and one table. The model
+Trains on the validation set of WikiText-103, scores articles of its test set, draws one plot and prints one table. The model
 is a tiny Llama from its seed, or a folder of weights (`benchmarks/pretrained_135m.py` makes one of 135 M). Every run goes
-through `finetune`, in one process: what is compared is rounding and optimizers, and not ranks.
+through `finetune`, in one process: what is compared is rounding and optimizers, and not ranks. A finished run's losses stay
+under `--work` and are not made again, so an interrupted benchmark goes on where it was.
 """
 
 from __future__ import annotations
@@ -22,31 +23,30 @@ from deepseek_ft.errors import DeepSeekFTError
 PRECISIONS = {
     "fp32": ("single", "fp32", "adamw"),
     "bf16, autocast over fp32 weights": ("single", "bf16", "adamw"),
-    "bf16, fp32 master (ZeRO)": ("zero2", "bf16", "adamw"),
-    "fp16, fp32 master, dynamic loss scale (ZeRO)": ("zero2", "fp16", "adamw"),
-    "bf16 master, rounded (ZeRO-3)": ("zero3_bf16", "bf16", "adamw"),
-    "bf16 master, stochastic rounding (ZeRO-3)": ("zero3_bf16", "bf16", "adamw_bf16"),
+    "bf16, fp32 master (ZeRO-2)": ("zero2", "bf16", "adamw"),
+    "fp16, fp32 master, loss scale (ZeRO-2)": ("zero2", "fp16", "adamw"),
+    "bf16 master, to the nearest (ZeRO-3)": ("zero3_bf16", "bf16", "adamw"),
+    "bf16 master, stochastic (ZeRO-3)": ("zero3_bf16", "bf16", "adamw_bf16"),
 }
-"""Name -> strategy, train.precision, optim.name. The first is what the others are held against."""
+"""Name -> strategy, train.precision, optim.name. The first is what all curves are held against."""
 
 
 def optimizers() -> dict[str, tuple[str, str, str]]:
-    """All of them, in fp32; what is not installed, or runs on a card only, stays in the table with its reason."""
+    """All but AdamW, in fp32. What is not installed, or runs on a card only, stays in the table with its reason."""
     from deepseek_ft.optimizers import OPTIMIZERS
 
-    in_fp32 = {name: ("single", "fp32", name) for name, row in OPTIMIZERS.items() if not row.bf16_weights}
-    return in_fp32 | {name: ("single", "bf16", name) for name, row in OPTIMIZERS.items() if row.bf16_weights}
+    return {f"{name}, {'bf16' if row.bf16_weights else 'fp32'} weights":
+            ("single", "bf16" if row.bf16_weights else "fp32", name)
+            for name, row in OPTIMIZERS.items() if name != "adamw"}  # fmt: skip
 
 
 def recipe(arguments: argparse.Namespace, seed: int, name: str, choice: tuple[str, str, str]) -> dict:
     strategy, precision, optimizer = choice
     tiny = arguments.model.startswith("preset:")
-    slug = "".join(c if c.isalnum() else "-" for c in name)
-    optim = {"name": optimizer, "lr": arguments.lr, "schedule": "cosine", "warmup_ratio": 0.1}
     return {
-        "name": f"curve-{slug}-{seed}",
+        "name": f"curve-{slug(name)}-{seed}",
         "seed": seed,
-        "output_dir": str(arguments.work / f"{slug}-{seed}"),
+        "output_dir": str(arguments.work / label(arguments) / f"{slug(name)}-{seed}"),
         "model": {"path": arguments.model, "gradient_checkpointing": False, **({"tokenizer": "train:4096"} if tiny else {})},
         "data": {
             "path": str(arguments.text),
@@ -54,7 +54,7 @@ def recipe(arguments: argparse.Namespace, seed: int, name: str, choice: tuple[st
             "eval": [{"source": "wikitext-103", "split": "test", "max_documents": 12 if tiny else 2}],
             "seq_len": 128,
         },
-        "optim": optim | arguments.rates.get(optimizer, {}),
+        "optim": {"name": optimizer, "lr": arguments.lr, "schedule": "cosine", "warmup_ratio": 0.1},
         "train": {"max_steps": arguments.steps, "micro_batch_size": 8 if tiny else 4, "precision": precision, "log_steps": 1,
                   "eval_steps": None, "save_steps": None},
         "strategy": strategy,
@@ -62,77 +62,89 @@ def recipe(arguments: argparse.Namespace, seed: int, name: str, choice: tuple[st
     }  # fmt: skip
 
 
-def train(arguments: argparse.Namespace, names: dict[str, tuple[str, str, str]]) -> dict[str, dict]:
-    """Name -> the losses of each seed, and the held-out loss before and after; or why it does not run."""
-    found: dict[str, dict] = {}
-    for name, choice in names.items():
-        runs: list[dict] = []
-        for seed in arguments.seed:
-            try:
-                result = finetune(recipe(arguments, seed, name, choice), new=True)
-            except DeepSeekFTError as error:
-                found[name] = {"failed": str(error).splitlines()[0]}
-                break
-            losses = [row["loss"] for row in result.history if "loss" in row]
-            runs.append(
-                {"losses": losses, "held_out": result.run["after"]["loss"], "before": result.run["before"]["loss"]}
-            )
-            print(
-                f"{name}, seed {seed}: {losses[0]:.4f} -> {losses[-1]:.4f}, held out {runs[-1]['held_out']:.4f}",
-                flush=True,
-            )
-        else:
-            found[name] = {"choice": choice, "runs": runs}
+def slug(name: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in name).split())
+
+
+def label(arguments: argparse.Namespace) -> str:
+    return arguments.model.removeprefix("preset:").rstrip("/").split("/")[-1]
+
+
+def train(arguments: argparse.Namespace, seed: int, name: str, choice: tuple[str, str, str]) -> dict:
+    """The losses of one run and the held-out loss before and after; or why it does not run."""
+    asked = recipe(arguments, seed, name, choice)
+    kept = Path(asked["output_dir"] + ".json")
+    if kept.is_file() and (found := json.loads(kept.read_text("utf-8")))["recipe"] == asked:
+        return found
+    try:
+        result = finetune(asked, new=True)
+    except DeepSeekFTError as error:
+        return {"failed": str(error).splitlines()[0]}
+    found = {
+        "recipe": asked,
+        "losses": [row["loss"] for row in result.history if "loss" in row],
+        "before": result.run["before"]["loss"],
+        "held_out": result.run["after"]["loss"],
+    }
+    kept.write_text(json.dumps(found), "utf-8")
     return found
 
 
-def table(found: dict[str, dict], seeds: list[int]) -> str:
-    first = next(iter(found.values()))["runs"]
+def table(curves: dict[str, list[dict]]) -> str:
+    """One row a curve. What is said of the first row is over the same seeds, each against its own."""
+    first = next(iter(curves.values()))
     lines = [
-        "| curve | last losses, mean of ten | held out | the same minus the first row's, each seed | largest gap of a step to the first row |",
+        "| curve | training loss, last ten | held out | minus the first row's, each seed | largest gap of a step |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for name, row in found.items():
-        if "failed" in row:
-            lines.append(f"| {name} | does not run: {row['failed']} | | | |")
+    for name, runs in curves.items():
+        if "failed" in runs[-1]:
+            lines.append(f"| {name} | does not run: {runs[0]['failed']} | | | |")
             continue
-        last = statistics.mean(statistics.mean(run["losses"][-10:]) for run in row["runs"])
-        held = statistics.mean(run["held_out"] for run in row["runs"])
-        apart = ", ".join(
-            f"{run['held_out'] - base['held_out']:+.4f}" for run, base in zip(row["runs"], first, strict=True)
-        )
-        gap = max(abs(a - b) for run, base in zip(row["runs"], first, strict=True)
-                  for a, b in zip(run["losses"], base["losses"], strict=True))  # fmt: skip
+        pairs = list(zip(runs, first, strict=True))
+        last = statistics.mean(statistics.mean(run["losses"][-10:]) for run in runs)
+        held = statistics.mean(run["held_out"] for run in runs)
+        apart = ", ".join(f"{run['held_out'] - base['held_out']:+.4f}" for run, base in pairs)
+        gap = max(abs(a - b) for run, base in pairs for a, b in zip(run["losses"], base["losses"], strict=True))
         lines.append(f"| {name} | {last:.4f} | {held:.4f} | {apart} | {gap:.4f} |")
     return "\n".join(lines)
 
 
-def plot(found: dict[str, dict], file: Path, title: str) -> None:
-    """One line for each, the mean of its seeds with their range; below it the gap to the first."""
+def plot(curves: dict[str, list[dict]], file: Path, title: str) -> None:
+    """Precisions on the left, optimizers on the right; the mean of the seeds with their range, below it the gap to the first."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     import numpy as np
 
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 2))
-    reference = None
-    for name, row in found.items():
-        if "failed" in row:
-            continue
-        losses = np.array([run["losses"] for run in row["runs"]])
-        mean, steps = losses.mean(0), np.arange(1, losses.shape[1] + 1)
-        reference = mean if reference is None else reference
-        (line,) = above.plot(steps, mean, label=name, linewidth=1)
-        above.fill_between(steps, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
-        below.plot(steps, mean - reference, color=line.get_color(), linewidth=1)
-    above.set_ylabel("loss, nats per token")
-    above.set_title(title)
-    above.legend(fontsize=8)
-    below.set_ylabel("minus that of the first")
-    below.set_xlabel("optimizer step")
+    plt.rcParams |= {
+        "svg.hashsalt": "curves",
+        "svg.fonttype": "none",
+        "path.simplify_threshold": 0.5,
+    }  # same curves, same file
+    figure, axes = plt.subplots(2, 2, figsize=(14, 8), sharex=True, sharey="row", height_ratios=(3, 2))
+    reference = np.array([run["losses"] for run in next(iter(curves.values()))])
+    for (above, below), names, what in (
+        (axes[:, 0], list(PRECISIONS), "precision, AdamW"),
+        (axes[:, 1], ["fp32", *(name for name in curves if name not in PRECISIONS)], "optimizer"),
+    ):
+        for name in names:
+            if not curves.get(name) or "failed" in curves[name][-1]:
+                continue
+            losses = np.array([run["losses"] for run in curves[name]])
+            steps, gap = np.arange(1, losses.shape[1] + 1), losses - reference
+            (line,) = above.plot(steps, losses.mean(0), label=name if name != "fp32" else "adamw, fp32", linewidth=1)
+            for axis, values in ((above, losses), (below, gap)):
+                axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
+            below.plot(steps, gap.mean(0), color=line.get_color(), linewidth=1)
+        above.set_title(what)
+        above.legend(fontsize=8)
+        below.set_xlabel("optimizer step")
+    axes[0, 0].set_ylabel("loss, nats per token")
+    axes[1, 0].set_ylabel("minus that of adamw, fp32")
+    figure.suptitle(title)
     figure.tight_layout()
-    plt.rcParams["svg.hashsalt"] = "curves"  # the same curves give the same file
     figure.savefig(file, metadata={"Date": None})
 
 
@@ -142,27 +154,28 @@ def main() -> None:
     parser.add_argument("--model", default="preset:tiny-llama", help="a preset, or a folder of trained weights")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument(
-        "--rates",
-        type=json.loads,
-        default={},
-        help='as JSON, what an optimizer needs otherwise: {"muon": {"lr": 0.02}}',
+        "--lr", type=float, default=2e-3, help="for every optimizer: GaLore and APOLLO scale it themselves"
     )
-    parser.add_argument("--what", choices=("precisions", "optimizers"), default="precisions")
-    parser.add_argument("--work", type=Path, default=Path("runs/curves"))
     parser.add_argument(
-        "--out", type=Path, default=Path("docs/benchmarks"), help="where plot, table and numbers are put"
+        "--work", type=Path, default=Path("runs/curves"), help="where the runs and their losses are kept"
     )
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="where the plot is put")
     arguments = parser.parse_args()
     arguments.text = arguments.text.resolve()
-    names = PRECISIONS if arguments.what == "precisions" else optimizers()
-    found = train(arguments, names)
+    curves: dict[str, list[dict]] = {}
+    for name, choice in (PRECISIONS | optimizers()).items():
+        for seed in arguments.seed:
+            found = train(arguments, seed, name, choice)
+            curves.setdefault(name, []).append(found)
+            if "failed" in found:
+                break
+            held = f"held out {found['before']:.4f} -> {found['held_out']:.4f}"
+            print(f"{name}, seed {seed}: {found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}, {held}", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    label = arguments.model.removeprefix("preset:").split("/")[-1]
-    title = f"{label}, WikiText-103, {arguments.steps} steps, seeds {', '.join(map(str, arguments.seed))}"
-    plot(found, arguments.out / f"curves-{label}-{arguments.what}.svg", title)
-    print(f"\n{title}\n\n{table(found, arguments.seed)}")
+    title = f"{label(arguments)}, WikiText-103, {arguments.steps} steps, seeds {', '.join(map(str, arguments.seed))}"
+    plot(curves, arguments.out / f"curves-{label(arguments)}.svg", title)
+    print(f"\n{title}\n\n{table(curves)}")
 
 
 if __name__ == "__main__":

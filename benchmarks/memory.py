@@ -31,8 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from deepseek_ft.memory import Adapter, Workload, _offloaded, estimate  # noqa: E402
-from deepseek_ft.shapes import PRESETS, PUBLISHED, shape_from_config  # noqa: E402
+from deepseek_ft.memory import Adapter, Workload, _offloaded, estimate, matches  # noqa: E402
+from deepseek_ft.shapes import EXPERTS, PRESETS, PUBLISHED, shape_from_config  # noqa: E402
 from deepseek_ft.strategies import STRATEGIES, Strategy  # noqa: E402
 
 # A step without an optimizer, all in one type: what fake tensors can run of any model.
@@ -55,6 +55,12 @@ class Case:
     checkpoint_every: int = 1
     tiled_mlp: int = 1
     lora: tuple[str, ...] = ()
+    dora: bool = False
+    experts: bool = False
+    """Routed experts have adapters too."""
+    nf4: bool = False
+    """QLoRA: the base in 4 bits."""
+    frozen: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict:
@@ -73,7 +79,8 @@ class Case:
             loss=self.loss,
             checkpoint_every=self.checkpoint_every,
             tiled_mlp=self.tiled_mlp,
-            adapter=Adapter(16, self.lora) if self.lora else None,
+            adapter=Adapter(16, self.lora, self.nf4, self.dora, self.experts) if self.lora else None,
+            frozen=self.frozen,
             # What fake tensors stand for is a card; on real CPU ranks torch's attention is the CPU's.
             device="cuda" if self.strategy == "bare" else "cpu",
             deepspeed=deepspeed,
@@ -83,11 +90,17 @@ class Case:
         loss = f"{self.loss} loss"
         return (f"{self.model.removeprefix('deepseek-ai/')} | {self.strategy} x{self.ranks} | {self.micro_batch_size} x {self.seq_len} | "
                 f"{self.precision}{' checkpointed' if self.checkpointing else ''}"
-                f"{f' every {self.checkpoint_every}' if self.checkpoint_every > 1 else ''}{f', {self.tiled_mlp} tiles' if self.tiled_mlp > 1 else ''} | {loss}{' | LoRA' if self.lora else ''}"
+                f"{f' every {self.checkpoint_every}' if self.checkpoint_every > 1 else ''}{f', {self.tiled_mlp} tiles' if self.tiled_mlp > 1 else ''} | {loss}{self._method()}"
                 f"{f' | accumulated {self.accumulation}' if self.accumulation > 1 else ''}")  # fmt: skip
+
+    def _method(self) -> str:
+        if not self.lora:
+            return " | half frozen" if self.frozen else ""
+        return f" | {'Q' if self.nf4 else ''}{'DoRA' if self.dora else 'LoRA'}{' on experts' if self.experts else ''}"
 
 
 _ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LATENT = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _SMALL = {
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -129,6 +142,11 @@ FAKE = [
     Case("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", seq_len=4096, micro_batch_size=2, loss="chunked", lora=_ALL),
     Case("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", seq_len=2048, micro_batch_size=16, loss="chunked"),
     Case("mini-v3", seq_len=2048, micro_batch_size=8, loss="chunked"),
+    Case("deepseek-ai/deepseek-llm-7b-base", seq_len=2048, lora=_ALL, dora=True, loss="chunked"),
+    Case("deepseek-ai/deepseek-coder-6.7b-base", seq_len=4096, lora=_ALL, nf4=True, loss="chunked"),
+    Case("deepseek-ai/deepseek-coder-6.7b-base", seq_len=1024, lora=_ALL, nf4=True, loss="chunked", checkpointing=False),
+    Case("deepseek-ai/deepseek-llm-7b-base", seq_len=2048, frozen=("layers.0-14", "embed_tokens"), loss="chunked"),
+    Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=2048, lora=_LATENT, experts=True, loss="chunked"),
     Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=4096),
     Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=1024, micro_batch_size=4, checkpointing=False),
     Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=8192, micro_batch_size=2, change={"num_hidden_layers": 6}),
@@ -223,6 +241,41 @@ def as_on_a_gpu():
         torch.nn.functional.scaled_dot_product_attention = plain
 
 
+def in_four_bits(model, dtype) -> None:
+    """The layers that bitsandbytes would quantise, replaced by its own with weights of the right shapes and no content."""
+    import bitsandbytes as bnb
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    def state(numel: int, block: int, kind: str, codes: int, of, scale, inner=None, **more):
+        return bnb.functional.QuantState(
+            absmax=torch.empty(-(-numel // block), dtype=scale),
+            blocksize=block,
+            quant_type=kind,
+            code=torch.empty(codes),
+            dtype=of,
+            state2=inner,
+            **more,
+        )
+
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head":
+            continue
+        numel, bias = module.weight.numel(), module.bias is not None
+        inner = state(-(-numel // 64), 256, None, 256, torch.float32, torch.float32)
+        packed = torch.empty((numel + 1) // 2, 1, dtype=torch.uint8)
+        with unset_fake_temporarily(), torch.device("meta"):  # its own class of parameter takes no fake tensor
+            quantised = bnb.nn.Linear4bit(module.in_features, module.out_features, bias, dtype, True, "nf4")
+        quantised.weight = torch.nn.Parameter(packed, requires_grad=False)
+        quantised.weight.quant_state = quantised.quant_state = state(
+            numel, 64, "nf4", 16, dtype, torch.uint8, inner, shape=module.weight.shape, offset=torch.empty(())
+        )
+        quantised.weight.quant_type, quantised.weight.compress_statistics = "nf4", True
+        quantised.bias, quantised.support_avx512bf16_for_cpu = module.bias, False
+        model.set_submodule(name, quantised)
+    model.is_loaded_in_4bit = True  # for peft
+
+
 def count_fake(case: Case, mode=None) -> int:
     """Peak bytes of one forward and backward pass of a whole-size model, on fake tensors."""
     import torch
@@ -230,6 +283,7 @@ def count_fake(case: Case, mode=None) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from deepseek_ft.activations import recompute_layers, tile_feed_forward
+    from deepseek_ft.adapters import _names_as_they_are
     from deepseek_ft.losses import Head
 
     config = {k: v for k, v in case.config.items() if k != "torch_dtype"}
@@ -239,14 +293,24 @@ def count_fake(case: Case, mode=None) -> int:
     with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True), live:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=dtype)
         model.config.use_cache = False
+        if case.nf4:
+            in_four_bits(model, dtype)
+        for name, parameter in model.named_parameters():
+            if any(matches(pattern, name) for pattern in case.frozen):
+                parameter.requires_grad_(False)
         if case.lora:
             from peft import LoraConfig, get_peft_model
 
             move, torch.nn.Module.to = torch.nn.Module.to, lambda self, *_, **__: self  # fake weights cannot be moved
             torch.set_default_dtype(dtype)  # adapters in the base's type, as DeepSpeed casts them
-            model = get_peft_model(
-                model, LoraConfig(r=16, target_modules=list(case.lora)), autocast_adapter_dtype=False
+            settings = LoraConfig(
+                r=16,
+                target_modules=list(case.lora),
+                target_parameters=list(EXPERTS) if case.experts else None,
+                use_dora=case.dora,
             )
+            with _names_as_they_are():
+                model = get_peft_model(model, settings, autocast_adapter_dtype=False)
             torch.nn.Module.to = move
             torch.set_default_dtype(torch.float32)
         model.train()
@@ -256,9 +320,10 @@ def count_fake(case: Case, mode=None) -> int:
             tile_feed_forward(model, case.tiled_mlp)
         if case.checkpointing:
             recompute_layers(model, case.checkpoint_every)
-            if case.lora:
-                model.enable_input_require_grads()
         ids = torch.zeros(case.micro_batch_size, case.seq_len, dtype=torch.long)
+        if case.nf4:  # which was a whole model before
+            gc.collect()
+            live.peak = live.now
         out = model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(ids.numel()))
         loss = out.loss
         del out

@@ -45,6 +45,9 @@ def recompute_layers(model: nn.Module, every: int = 1, offload: bool = False) ->
             own `offload` always pins, which torch refuses where there is none; the copies are the same.
     """
     model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+    # transformers lets what the embedding gives need a gradient, for the reentrant kind: frozen layers above it would be
+    # computed again, backward and forward, for nothing.
+    model.disable_input_require_grads()
     if not offload:
         return
     pinned = torch.cuda.is_available()

@@ -13,7 +13,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .optimizers import OPTIMIZERS, Optimizer, keeps_bf16_weights, states_bytes
@@ -83,6 +83,7 @@ class Adapter:
 # What DeepSpeed 0.19 takes for a key that a file leaves out (deepspeed/runtime/zero/config.py).
 _DEEPSPEED_DEFAULTS = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000,
                        "stage3_max_reuse_distance": 1_000_000_000, "sub_group_size": 1_000_000_000}  # fmt: skip
+NF4_BLOCK = 64
 NF4_BYTES = (4 + 0.127) / 8  # a weight's 4 bits, and its share of block scales after double quantisation (QLoRA §3)
 
 
@@ -222,8 +223,10 @@ class Op:
 
 
 def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
-    """The operations of a layer in order, bytes per token, and what DoRA adds to them."""
+    """The operations of a layer in order, bytes per token, and what 4-bit weights and DoRA add to them."""
     ops = _layer_tape(load, kind)
+    if load.adapter is not None and load.adapter.quantized:
+        ops = [replace(op, work=op.work + _unpacked(load, kind, op) / load.tokens) for op in ops]
     if load.adapter is None or not load.adapter.dora:
         return ops
     # peft's DoraLinearLayer multiplies the adapter out, in the adapter's type, by an identity as wide as the input, and adds
@@ -234,6 +237,17 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
     saves = sum(2 * load.element * out for out, _ in adapted)
     work = max(load.trained_element * into * into + 3 * load.trained_element * out * into for out, into in adapted)
     return [*ops, Op("DoRA norms", saves, load.element * load.shape.hidden_size + work / load.tokens)]
+
+
+def _unpacked(load: Workload, kind: LayerKind, op: Op) -> float:
+    """Bytes of the largest 4-bit weight of an operation in full: its backward pass unpacks one at a time, with its scales."""
+    weights = [math.prod(kind.weights[n]) for n in op.weights if _in_four_bits(n, kind.weights[n])]
+    return max(weights, default=0) * (load.element + FP32 / NF4_BLOCK)
+
+
+def _in_four_bits(name: str, shape: tuple[int, ...]) -> bool:
+    """bitsandbytes replaces linear layers; not embeddings, norms, biases, routers or fused experts."""
+    return len(shape) == 2 and name != "mlp.gate.weight"
 
 
 def _layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
@@ -469,6 +483,12 @@ def trained_sizes(load: Workload) -> tuple[int, list[int], int, int]:
             0 if shape.tied else table * trained("lm_head.weight"))  # fmt: skip
 
 
+def untouched_layers(load: Workload) -> int:
+    """How many layers lie below the first trained weight: no backward pass comes there."""
+    embedding, layers, _, _ = trained_sizes(load)
+    return 0 if embedding else next((i for i, size in enumerate(layers) if size), len(layers))
+
+
 def _trained(load: Workload) -> int:
     if load.adapter is not None:
         return adapter_parameters(load.shape, load.adapter)
@@ -484,13 +504,8 @@ def _base_bytes(load: Workload) -> float:
     if load.adapter is None:
         return shape.parameters * (FP32 if load.autocast else load.element)
     frozen = shape.parameters * load.element
-    if load.adapter.quantized:  # 4-bit quantisation replaces linear layers, not embeddings, norms or fused experts
-        linear = sum(
-            k.count * math.prod(s)
-            for k in shape.kinds
-            for n, s in k.weights.items()
-            if len(s) == 2 and n != "mlp.gate.weight"
-        )
+    if load.adapter.quantized:
+        linear = sum(k.count * math.prod(s) for k in shape.kinds for n, s in k.weights.items() if _in_four_bits(n, s))
         frozen -= linear * (load.element - NF4_BYTES)
     return frozen + adapter_parameters(shape, load.adapter) * load.trained_element
 
@@ -628,9 +643,7 @@ class _Step:
         self.trained_head = self.trained_embedding if shape.tied else own_head
         if shape.tied:  # one table, whose gradient is whole at the end only
             self.trained_embedding = self.trained_head
-        # Below the first trained weight nothing is kept for a backward pass that does not come there.
-        lowest = next((i for i, size in enumerate(self.trained_sizes) if size), len(self.trained_sizes))
-        self.lowest = 0 if self.trained_embedding else lowest
+        self.lowest = untouched_layers(load)  # nothing of them is kept
         self.bucket = load.zero("reduce_bucket_size", h * h if load.strategy.stage == 3 else 100_000_000)
         self.at_loss, self.at_layer = _gathered(load) if load.strategy.stage == 3 else (0.0, {})
 
@@ -742,8 +755,8 @@ class _Step:
 
     def _telling_layers(self) -> list[tuple[int, LayerKind, list[Op]]]:
         """(index, kind, tape) of the layers that can hold the fullest moment: the first and the last of each kind, for
-        everything between them grows or falls steadily, and those at which that changes: ZeRO-1 and 2 fill their first two
-        buckets, ZeRO-3 keeps weights gathered."""
+        everything between them grows or falls steadily, and those at which that changes: what is trained begins or ends, ZeRO-1
+        and 2 fill their first two buckets, ZeRO-3 keeps weights gathered."""
         each = [(kind, tape) for kind, tape in self.tapes for _ in range(kind.count)]
         ends, start = set(), 0
         period = self.load.checkpoint_every if self.load.checkpointing else 1
@@ -751,6 +764,7 @@ class _Step:
             ends |= set(range(start, min(start + period, start + kind.count)))
             ends |= set(range(max(start, start + kind.count - period), start + kind.count))
             start += kind.count
+        ends |= {j for i in range(1, len(each)) if self.trained_sizes[i] != self.trained_sizes[i - 1] for j in (i - 1, i)}
         ends.add(max(0, len(each) - 2))  # adapters make their first gradient, and the buckets, inside the last layer
         made = self.trained_head
         for i in reversed(range(len(each))):
@@ -861,7 +875,7 @@ def _waiting(load: Workload) -> dict[str, float]:
     if not load.offload_activations or load.device != "cuda":
         return {}
     entering = (FP32 if load.autocast else load.element) * load.shape.hidden_size * load.tokens
-    return {"activations": _power_of_two(entering) * sum(load.recomputed)}
+    return {"activations": _power_of_two(entering) * sum(load.recomputed[untouched_layers(load) :])}
 
 
 def _offloaded(load: Workload) -> dict[str, float]:

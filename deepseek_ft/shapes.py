@@ -161,7 +161,7 @@ class ModelShape:
         """Heads times the mean of query/key and value width: what attention costs per pair of positions."""
         return self.heads * (self.qk_head_dim + self.v_head_dim) // 2
 
-    def flops_per_token(self, seq_len: int, checkpointing: bool, trained: float = 1.0) -> float:
+    def flops_per_token(self, seq_len: int, checkpointing: bool, trained: float = 1.0, untouched: float = 0.0) -> float:
         """Training FLOPs per token: 2 per weight and pass, one pass forward, two backward, one more when recomputed.
 
         Attention adds 2 x seq_len x width per layer and pass under a causal mask (a token sees half the sequence on
@@ -169,12 +169,13 @@ class ModelShape:
 
         Args:
             trained: share of the weights whose gradients are computed; adapters leave out almost a whole pass.
+            untouched: share of the layers through which no gradient passes: those are computed once.
         """
         head = self.vocab_size * self.hidden_size
         body = self.active_parameters - self.embedding_parameters
         attention = 2 * self.layers * self.attention_width * seq_len
-        passes = 3 if checkpointing else 2
-        return passes * (2 * body + attention) + trained * 2 * body + attention + (2 + trained) * 2 * head
+        passes = (3 if checkpointing else 2) * (1 - untouched) + untouched
+        return passes * (2 * body + attention) + trained * 2 * body + (1 - untouched) * attention + (2 + trained) * 2 * head
 
     def names(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every parameter's name in transformers, in the model's order, with its shape; a tied head is the embedding."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 from .hardware import Hardware
-from .memory import Workload, _trained, layer_tape
+from .memory import Workload, _trained, layer_tape, untouched_layers
 from .shapes import EXPERTS
 
 # ---------------------------------------------------------------------------------------------- the constants
@@ -140,10 +140,12 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     bandwidth = min(m.memory_bytes_per_second for m in cards)
     n, trained = shape.parameters, _trained(load)
     steps = load.grad_accum_steps
-    again = sum(load.recomputed) / max(1, shape.layers)
-    passes = 3 + again
+    untouched = untouched_layers(load)
+    again = sum(load.recomputed[untouched:]) / max(1, shape.layers - untouched)  # of those that a gradient passes through
+    below = untouched / max(1, shape.layers)
+    passes = 1 + (1 - below) * (2 + again)
     share = _trained_share(load)
-    flops = sum(part * shape.flops_per_token(load.seq_len, bool(k), trained=share) for k, part in enumerate((1 - again, again)))
+    flops = sum(part * shape.flops_per_token(load.seq_len, bool(k), share, below) for k, part in enumerate((1 - again, again)))
     if load.tiled_mlp > 1:  # one more forward pass of the dense feed-forward
         flops += sum(2 * kind.count * math.prod(s) for kind in shape.kinds for n, s in kind.weights.items()
                      if n.startswith("mlp.") and n.endswith("_proj.weight") and EXPERTS[0] not in kind.weights
@@ -173,8 +175,8 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     ring_gradients = (w - 1) / w * trained * (4 if load.autocast else e)
     collective, pcie = c["collective_bytes_per_second"], c["pcie_bytes_per_second"]
     if s.stage == 3:
-        # Weights are gathered forward and backward, and gradients reduce-scattered, in every micro-step.
-        add("collectives", steps * (2 * ring_weights + ring_gradients) / collective)
+        # Weights are gathered forward and, where a gradient passes, backward, and gradients reduce-scattered, in every micro-step.
+        add("collectives", steps * ((2 - below) * ring_weights + ring_gradients) / collective)
     elif s.stage == 2:  # DeepSpeed all-reduces its buckets (use_multi_rank_bucket_allreduce): twice the ring
         add("collectives", (steps * 2 * ring_gradients + (w - 1) / w * trained * e) / collective)
     elif s.stage == 1:
@@ -183,7 +185,7 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
         add("collectives", 2 * ring_gradients / collective)
     if load.offload_activations:  # out and in again, in the stream that computes: nothing hides them
         entering = t * (4 if load.autocast else e) * shape.hidden_size
-        add("copies", steps * 2 * sum(load.recomputed) * entering / pcie)
+        add("copies", steps * 2 * sum(load.recomputed[untouched:]) * entering / pcie)
     shard = trained / (w if s.stage else 1)
     if s.offload_optimizer:
         add("copies", steps * shard * e / pcie)  # each micro-step's gradients go to the host; the rest hides
@@ -264,7 +266,8 @@ def estimate_time(load: Workload, hardware: Hardware) -> Timing | None:
     peak = load.world_size * min(
         g.model.tensor_flops for g in hardware.gpus[: load.world_size]
     )  # some may be on other hosts
-    useful = load.shape.flops_per_token(load.seq_len, checkpointing=False, trained=_trained_share(load))
+    below = untouched_layers(load) / max(1, load.shape.layers)
+    useful = load.shape.flops_per_token(load.seq_len, False, _trained_share(load), below)
     return Timing(
         step_seconds=seconds,
         step_seconds_range=(sum(fast.values()), sum(slow.values())),

@@ -72,6 +72,21 @@ def test_as_many_layers_are_computed_again_as_the_recipe_says(tmp_path, name, mo
     assert copies == [{"pin_memory": torch.cuda.is_available()}] * (sum(again) if "model.offload_activations" in WAYS[name] else 0)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_nothing_is_computed_again_below_what_is_trained(tmp_path, recomputed):
+    """transformers lets the embedding's output need a gradient where layers are recomputed: frozen layers would be passed backward."""
+    model, calls = deep(), [0] * LAYERS
+    for part in (model.model.embed_tokens, *model.model.layers[:2]):
+        part.requires_grad_(False)
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    trained(tmp_path, 8, 1, model=model, **{"model.gradient_checkpointing": recomputed})
+    assert calls == [1, 1, 1 + recomputed, 1 + recomputed]
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_adapters_above_a_frozen_base_all_learn(every):
     """Casebook LORA-1: with every kind of recomputation each trained weight has a gradient."""

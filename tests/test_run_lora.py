@@ -130,10 +130,11 @@ OPTIONS = {
     "routed experts": ("tiny-v3", ("strategy=zero2", "method.experts=true")),
     "routed experts of v2, one process": ("tiny-v2", ("strategy=single", "method.experts=true", "train.micro_batch_size=6")),
     "dora": ("tiny-v2", ("strategy=ddp", "method.variant=dora")),
+    "a base in 4 bits": ("tiny-qwen2", ("strategy=ddp", "method.kind=qlora")),
     "embedding and head whole": ("tiny-qwen2", ("strategy=zero3", "method.train_also=[embed_tokens,lm_head]")),
     "head whole, chunked loss": ("tiny-llama", ("strategy=ddp", "method.train_also=[lm_head]", "train.loss=chunked")),
 }
-OPTIONS_IN_CI = ("bf16 under zero3",)
+OPTIONS_IN_CI = ("bf16 under zero3", "a base in 4 bits")
 
 
 @pytest.mark.parametrize("option", [pytest.param(o, marks=() if o in OPTIONS_IN_CI else pytest.mark.slow) for o in OPTIONS])
@@ -179,8 +180,6 @@ RECIPES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_with_a_tiny_model_of_its_architecture(name, tmp_path, code):
-    if "qlora" in name:
-        pytest.importorskip("bitsandbytes")
     model, strategy, *words = RECIPES[name]
     rows = [{"messages": [{"role": "user", "content": f"How much is {i} and {i}?"}, {"role": "assistant", "content": f"It is {2 * i}."}]} for i in range(300)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

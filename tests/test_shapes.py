@@ -118,6 +118,33 @@ def test_flops_are_those_that_torch_counts(kind):
     assert counter.get_total_flops() == pytest.approx((ours + attention) * seq_len, rel=0.03)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_frozen_layers_below_what_is_trained_are_computed_once(checkpointed):
+    """Forward and backward pass under torch's counter, embedding and six of eight layers frozen."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from deepseek_ft.activations import recompute_layers
+
+    config = dict(PRESETS["tiny-llama"], vocab_size=512, num_hidden_layers=8)
+    shape, seq_len, below = shape_from_config(config), 64, 6 / 8
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config), attn_implementation="eager")
+    model.train().config.use_cache = False
+    for part in (model.model.embed_tokens, *model.model.layers[:6]):
+        part.requires_grad_(False)
+    if checkpointed:
+        recompute_layers(model)
+    ids = torch.zeros(1, seq_len, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    ours = shape.flops_per_token(seq_len, checkpointed, trained=2 / 8, untouched=below)
+    passes = 3 - 2 * below + checkpointed * (1 - below)
+    attention = 2 * shape.layers * shape.attention_width * seq_len * passes  # the half that a causal mask would leave out
+    head = 2 * shape.vocab_size * shape.hidden_size * 6 / 8  # whose gradient is computed whole
+    # What is computed again ends with the last product that a gradient needs: the input of the last matrix.
+    last = checkpointed * 2 * 2 * shape.hidden_size * config["intermediate_size"]
+    assert counter.get_total_flops() == pytest.approx((ours + attention + head - last) * seq_len, rel=0.01)
+
+
 def test_flops_of_deepseek_llm_7b_by_hand():
     """F = 4 (2 N_layers + 2 L h s) + 6 N_head with checkpointing; 3 (...) without."""
     shape = find_shape("deepseek-ai/deepseek-llm-7b-base")
