@@ -4,7 +4,8 @@
     python benchmarks/curves.py path/to/wikitext-103 --model runs/smollm2-135m-base --steps 24 --seed 42 --lr 5e-5
 
 Trains on the validation set of WikiText-103, scores articles of its test set, draws one plot and prints one table. The model
-is a tiny Llama from its seed, or a folder of weights (`benchmarks/pretrained_135m.py` makes one of 135 M). Every run goes
+is a tiny Llama from its seed, or a folder of weights (`benchmarks/pretrained_135m.py` makes one of 135 M), which are rounded
+to bf16 first: so published weights come, and fp32 and bf16 begin at the same place. Every run goes
 through `finetune`, in one process: what is compared is rounding and optimizers, and not ranks. A finished run's losses stay
 under `--work` and are not made again, so an interrupted benchmark goes on where it was.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shutil
 import statistics
 from pathlib import Path
 
@@ -68,6 +70,24 @@ def slug(name: str) -> str:
 
 def label(arguments: argparse.Namespace) -> str:
     return arguments.model.removeprefix("preset:").rstrip("/").split("/")[-1]
+
+
+def rounded(folder: Path, target: Path) -> Path:
+    """The same model with bf16 weights."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    if not (target / "config.json").is_file():
+        shutil.copytree(
+            folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json", "*.safetensors")
+        )
+        for file in folder.glob("*.safetensors"):
+            weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}
+            save_file(weights, target / file.name, metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config.pop("torch_dtype", None)
+        (target / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2), "utf-8")
+    return target
 
 
 def train(arguments: argparse.Namespace, seed: int, name: str, choice: tuple[str, str, str]) -> dict:
@@ -163,6 +183,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="where the plot is put")
     arguments = parser.parse_args()
     arguments.text = arguments.text.resolve()
+    if not arguments.model.startswith("preset:"):
+        folder = Path(arguments.model).resolve()
+        arguments.model = str(rounded(folder, arguments.work.resolve() / f"{folder.name}-bf16"))
     curves: dict[str, list[dict]] = {}
     for name, choice in (PRECISIONS | optimizers()).items():
         for seed in arguments.seed:

@@ -140,7 +140,9 @@ OPTIONS_IN_CI = ("bf16 under zero3", "a base in 4 bits")
 @pytest.mark.parametrize("option", [pytest.param(o, marks=() if o in OPTIONS_IN_CI else pytest.mark.slow) for o in OPTIONS])
 def test_options_train_reload_and_merge(tiny_recipe, tmp_path, option):
     model, words = OPTIONS[option]
-    result = train(tiny_recipe, *LORA, f"model.path=preset:{model}", *words, cwd=tmp_path)
+    given = {word.split("=")[0] for word in words}
+    usual = [word for word in LORA if word.split("=")[0] not in given]
+    result = train(tiny_recipe, *usual, f"model.path=preset:{model}", *words, cwd=tmp_path)
     assert result["status"] == "finished" and result["after"]["loss"] < result["before"]["loss"]
     tensors = load_file(result["folder"] / "model/adapter_model.safetensors")
     assert sum(t.numel() for t in tensors.values()) == result["trained"]["parameters"]
