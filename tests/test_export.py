@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import corpus_of
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from deepseek_ft import CheckpointError, load_config, plan_run
 from deepseek_ft.evaluation import block_nll
@@ -45,6 +46,30 @@ def test_the_same_model_passes_and_writes(saved):
     assert found["check"]["reloaded_loss"] == pytest.approx(found["check"]["loss"], abs=1e-5)
     assert found["sample"]["prompt"] and found["sample"]["text"] and found["check"]["tokens"] == 126
     assert check(saved[0], [], []) == {}
+
+
+def test_fp32_weights_of_a_bf16_run_are_scored_as_the_run_did(saved, tmp_path):
+    """Updates below half a bf16 step, all for the better: the products of the run had not seen them."""
+    folder, rows, _ = saved
+    shutil.copytree(folder, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+    batch = torch.stack([torch.from_numpy(row["input_ids"]) for row in rows])
+    for _ in range(8):  # away from where it began, so that there is something to gain
+        model(input_ids=batch, labels=batch).loss.backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.data, p.grad = (p.data - 2e-3 * p.grad.sign()).bfloat16().float(), None
+    model(input_ids=batch, labels=batch).loss.backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data -= 0.49 * 2 ** (p.data.abs().log2().floor() - 7) * p.grad.sign()  # bf16 has 7 bits behind the first
+    model.save_pretrained(tmp_path / "model")
+    exact = block_nll(model, rows, 2, torch.device("cpu")).sum() / 126
+    with torch.autocast("cpu", torch.bfloat16):
+        measured = block_nll(model, rows, 2, torch.device("cpu")).tolist()
+    assert abs(sum(measured) / 126 - exact) > 2e-2  # what the check allows for 16 bits
+    found = check(tmp_path / "model", rows, measured, "bf16")["check"]
+    assert found["reloaded_loss"] == pytest.approx(found["loss"], abs=2e-3)
 
 
 DAMAGES = {
