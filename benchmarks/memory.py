@@ -31,9 +31,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from deepseek_ft.memory import Adapter, Workload, _offloaded, estimate, matches  # noqa: E402
+from deepseek_ft.memory import _offloaded, estimate  # noqa: E402
 from deepseek_ft.shapes import EXPERTS, PRESETS, PUBLISHED, shape_from_config  # noqa: E402
 from deepseek_ft.strategies import STRATEGIES, Strategy  # noqa: E402
+from deepseek_ft.workload import Adapter, Workload, matches  # noqa: E402
 
 # A step without an optimizer, all in one type: what fake tensors can run of any model.
 BARE = Strategy("forward and backward", "", deepspeed=True, stage=0, master_bytes=0, moment_bytes=0)

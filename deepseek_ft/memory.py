@@ -1,27 +1,22 @@
 """What a training step holds: per GPU moment by moment, on the host, on disk. Arithmetic only; every component named.
 
-Activations are not a formula but a tape: the operations of one layer as transformers 5.24 runs them, each with the
-bytes that it saves for the backward pass and the bytes that its backward pass works in. Walking the tape backwards
-gives the fullest moment, which depends on the model: the loss of a large vocabulary, the feed-forward of a wide one,
-or the optimizer step. What DeepSpeed 0.19 allocates is read off its code and named after its variables where a
+Activations are not a formula but a tape (`tape.py`). Walking it backwards gives the fullest moment, which depends on the model:
+the loss of a large vocabulary, the feed-forward of a wide one, or the optimizer step. What DeepSpeed 0.19 allocates is read off its code and named after its variables where a
 comment says so. `benchmarks/memory.py` holds all of it against torch's count of real training steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 
-from .optimizers import OPTIMIZERS, Optimizer, keeps_bf16_weights, states_bytes
 from .shapes import EXPERTS, LayerKind, ModelShape
-from .strategies import Strategy
+from .tape import NF4_BYTES, Op, in_four_bits, layer_tape
+from .workload import FP32, Workload, adapter_parameters, is_frozen, trained_parameters, trained_sizes, untouched_layers
 
-FP32, FP64 = 4, 8
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+FP64 = 8
 # A CUDA context with the libraries' kernels and NCCL's channels: a 4090 shows about 0.9 GiB before a model loads.
 CONTEXT_BYTES = int(0.9 * 1024**3)
 # What PyTorch's caching allocator holds beyond the live tensors: blocks cut to 2 MiB, and gaps. Assumed, not measured.
@@ -41,352 +36,6 @@ LOSS_ELEMENTS = 2**25
 """Logits that the chunked loss holds at a time, in elements."""
 SUB_GROUP = 1_000_000_000
 """DeepSpeed's default sub_group_size: how many elements ZeRO-3 updates at a time."""
-
-
-# ------------------------------------------------------------------------------------------------- the question
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """LoRA (arXiv:2106.09685): which linear layers get a pair of narrow ones, how narrow, on which base; and what is trained
-    beside them. rsLoRA differs in a factor only."""
-
-    rank: int
-    targets: tuple[str, ...]
-    """Ends of the adapted modules' names, such as `q_proj`."""
-    quantized: bool = False
-    """The base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, whole on every card."""
-    dora: bool = False
-    """The norm of each row of the adapted weights is trained too (DoRA, arXiv:2402.09353 §4)."""
-    experts: bool = False
-    """Every routed expert gets a pair for each of its two fused weights."""
-    whole: tuple[str, ...] = ()
-    """embed_tokens, lm_head: trained as a copy beside the frozen one."""
-    tokens: int = 0
-    """New tokens, of which only their own rows are trained ..."""
-    tables: tuple[str, ...] = ()
-    """... in these: embed_tokens, lm_head; a tied head is counted as the embedding."""
-
-    def adapts(self, weight: str) -> bool:
-        return weight.endswith(".weight") and weight.removesuffix(".weight").rsplit(".", 1)[-1] in self.targets
-
-    def of(self, name: str, shape: tuple[int, ...]) -> int:
-        """Trained numbers beside one weight of a layer: rank x (in + out), and a norm for each row of a DoRA."""
-        if self.experts and name in EXPERTS:
-            experts, out, into = shape
-            return self.rank * experts * (into + out)
-        if len(shape) != 2 or not self.adapts(name):
-            return 0
-        return self.rank * sum(shape) + (shape[0] if self.dora else 0)
-
-
-# What DeepSpeed 0.19 takes for a key that a file leaves out (deepspeed/runtime/zero/config.py).
-_DEEPSPEED_DEFAULTS = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000,
-                       "stage3_max_reuse_distance": 1_000_000_000, "sub_group_size": 1_000_000_000}  # fmt: skip
-NF4_BLOCK = 64
-NF4_BYTES = (4 + 0.127) / 8  # a weight's 4 bits, and its share of block scales after double quantisation (QLoRA §3)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Everything that decides what a step holds."""
-
-    shape: ModelShape
-    strategy: Strategy
-    world_size: int
-    micro_batch_size: int
-    seq_len: int
-    grad_accum_steps: int = 1
-    precision: str = "bf16"
-    checkpointing: bool = True
-    loss: str = "naive"
-    """naive | chunked (`losses.head_loss`, which holds `LOSS_ELEMENTS` logits at a time) | liger."""
-    checkpoint_every: int = 1
-    """Of the layers, 0, n, 2n, ... are computed again."""
-    offload_activations: bool = False
-    """What enters those waits on the host."""
-    tiled_mlp: int = 1
-    """Pieces of the sequence in which a dense feed-forward is computed."""
-    adapter: Adapter | None = None
-    balance_loss: bool = False
-    """Of a mixture of experts: the logits of every router wait for it."""
-    frozen: tuple[str, ...] = ()
-    """Patterns of the weights that a full fine-tune leaves as they are (`matches`)."""
-    isolated: bool = False
-    """Documents of a block do not see each other, by a mask: every attention but flash's needs one."""
-    device: str = "cuda"
-    ranks_per_host: int | None = None
-    """None: all on one host."""
-    deepspeed: Mapping | None = None
-    """The completed DeepSpeed config, for bucket sizes; None takes the shipped file's."""
-    optimizer: Optimizer = OPTIMIZERS["adamw"]
-    optimizer_rank: int = 128
-    """Of those that project gradients to a low rank."""
-    fused_optimizer: bool = True
-    """Torch's fused AdamW has no temporaries; the other kind has two of the size of what it updates."""
-
-    @property
-    def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_len
-
-    @property
-    def element(self) -> int:
-        """Bytes of a weight and an activation in the forward pass."""
-        return ELEMENT_BYTES[self.precision]
-
-    @property
-    def autocast(self) -> bool:
-        """Plain PyTorch keeps fp32 weights and casts them on the way, unless the optimizer writes bf16 ones; DeepSpeed casts the model."""
-        return not self.strategy.deepspeed and self.element < FP32 and self.adapter is None and not self.bf16_weights
-
-    @property
-    def bf16_weights(self) -> bool:
-        """Plain PyTorch with bf16 weights and no others."""
-        return keeps_bf16_weights(self.optimizer, self.strategy)
-
-    @property
-    def moment_bytes(self) -> float:
-        """Bytes per trained parameter of the optimizer's states."""
-        element = 2 if self.bf16_weights else self.strategy.moment_bytes // 2
-        if self.adapter is not None or not self.shape.kinds:
-            n = 2**20  # so narrow matrices that every choice keeps about as much as for a vector
-            return self.optimizer.states((n,), False, element, self.optimizer_rank) / n
-        table = (self.shape.vocab_size, self.shape.hidden_size)
-        total = states_bytes(self.optimizer, {"embedding": (table, 1 if self.shape.tied else 2), "norm": ((table[1],), 1)},
-                             element, self.optimizer_rank)  # fmt: skip
-        for kind in self.shape.kinds:
-            weights = {name: (shape, kind.count) for name, shape in kind.weights.items()}
-            total += states_bytes(self.optimizer, weights, element, self.optimizer_rank)
-        return total / self.shape.parameters
-
-    @property
-    def recomputed(self) -> list[bool]:
-        """Whether each layer, in order, is computed again in the backward pass."""
-        return [self.checkpointing and i % self.checkpoint_every == 0 for i in range(self.shape.layers)]
-
-    @property
-    def trained_element(self) -> int:
-        """Bytes of a trained weight and its gradient: plain PyTorch keeps what it updates in fp32, DeepSpeed has masters for it."""
-        return self.element if self.strategy.deepspeed or self.bf16_weights else FP32
-
-    @property
-    def flash(self) -> bool:
-        """Whether attention keeps no (heads, T, T) matrix. On the CPU, torch's kernel wants equal head widths."""
-        return self.device == "cuda" or self.shape.qk_head_dim == self.shape.v_head_dim
-
-    @property
-    def mask(self) -> int:
-        """Bytes per token of the mask as numbers, which each layer's attention makes of it for itself and saves."""
-        return self.element * self.seq_len if self.isolated and self.flash else 0
-
-    def zero(self, key: str, default: int) -> int:
-        """A number of the zero_optimization section; "auto" is what Trainer fills in from the hidden size h.
-
-        Args:
-            default: the shipped files' value, for when there is no file; what a file leaves out is DeepSpeed's own.
-        """
-        h = self.shape.hidden_size
-        auto = {
-            "reduce_bucket_size": h * h,
-            "stage3_prefetch_bucket_size": int(0.9 * h * h),
-            "stage3_param_persistence_threshold": 10 * h,
-        }
-        if self.deepspeed is not None:
-            default = _DEEPSPEED_DEFAULTS.get(key, default)
-        value = ((self.deepspeed or {}).get("zero_optimization") or {}).get(key, default)
-        return auto[key] if value == "auto" else int(value)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients are reduced while others are made, which takes a second bucket; DeepSpeed's own default is stage 3 only."""
-        zero = (self.deepspeed or {}).get("zero_optimization") or {}
-        return bool(zero.get("overlap_comm", self.deepspeed is None or self.strategy.stage == 3))
-
-    @property
-    def ranks_here(self) -> int:
-        """Of all ranks, those on this host."""
-        return self.ranks_per_host or self.world_size
-
-
-# --------------------------------------------------------------------------------------------- a layer's tape
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operation of a layer: bytes it saves for the backward pass, bytes its backward pass works in beside them."""
-
-    name: str
-    saves: float
-    work: float
-    weights: tuple[str, ...] = ()
-    """Parameters whose gradients appear here."""
-
-
-def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
-    """The operations of a layer in order, bytes per token, and what 4-bit weights and DoRA add to them."""
-    ops = _layer_tape(load, kind)
-    if load.adapter is not None and load.adapter.quantized:
-        ops = [replace(op, work=op.work + _unpacked(load, kind, op) / load.tokens) for op in ops]
-    if load.adapter is None or not load.adapter.dora:
-        return ops
-    # peft's DoraLinearLayer multiplies the adapter out, in the adapter's type, by an identity as wide as the input, and adds
-    # the weight for the norms; nothing of that is saved. The results of base and adapter are, for the rows' factors.
-    adapted = [w for n, w in kind.weights.items() if len(w) == 2 and load.adapter.adapts(n)]
-    if not adapted:
-        return ops
-    saves = sum(2 * load.element * out for out, _ in adapted)
-    work = max(load.trained_element * into * into + 3 * load.trained_element * out * into for out, into in adapted)
-    return [*ops, Op("DoRA norms", saves, load.element * load.shape.hidden_size + work / load.tokens)]
-
-
-def _unpacked(load: Workload, kind: LayerKind, op: Op) -> float:
-    """Bytes of the largest 4-bit weight of an operation in full: its backward pass unpacks one at a time, with its scales."""
-    weights = [math.prod(kind.weights[n]) for n in op.weights if _in_four_bits(n, kind.weights[n])]
-    return max(weights, default=0) * (load.element + FP32 / NF4_BLOCK)
-
-
-def _in_four_bits(name: str, shape: tuple[int, ...]) -> bool:
-    """bitsandbytes replaces linear layers; not embeddings, norms, biases, routers or fused experts."""
-    return len(shape) == 2 and name != "mlp.gate.weight"
-
-
-def _layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
-    """The operations of a layer in order, bytes per token.
-
-    `work` counts what is alive only in that operation's backward pass: the gradient that comes in, those that go out,
-    temporaries, and the residual branch's gradient that waits.
-    """
-    shape, w = load.shape, kind.weights
-    e, f = load.element, FP32
-    stream = f if load.autocast else e  # of the residual stream
-    h, heads = shape.hidden_size, shape.heads
-    q, k, v = heads * shape.qk_head_dim, shape.kv_heads * shape.qk_head_dim, shape.kv_heads * shape.v_head_dim
-    out = heads * shape.v_head_dim
-    residual = stream * h
-    ops: list[Op] = []
-
-    def full(*names: str) -> tuple[str, ...]:
-        return tuple(n for n in names if n in w)
-
-    def kept(width: float, *names: str) -> float:
-        """A linear layer's input, saved if its own weight or its adapter is trained; autocast casts it for each."""
-        present = full(*names)
-        if load.adapter is None:
-            return e * width * (len(present) if load.autocast else 1)
-        adapted = [n for n in present if load.adapter.adapts(n)]
-        # Without DeepSpeed the adapters are fp32: peft casts each one's input to that, and autocast back, into its own copy.
-        copies = len(adapted) if not load.strategy.deepspeed and e < f else min(1, len(adapted))
-        return e * width * copies + e * load.adapter.rank * len(adapted)
-
-    def norm(name: str, width: float, carried: float, weight: str, entering: int) -> Op:
-        """RMSNorm computes in fp32: it saves the fp32 copy, 1/rms and, when its weight is trained, the normalised copy."""
-        normalised = 0 if load.adapter is not None else entering * width
-        work = carried + 4 * f * width + (entering * width if entering < f else 0)
-        return Op(name, f * width + f + normalised, work, full(weight))
-
-    # -- attention
-    ops.append(norm("input norm", h, residual, "input_layernorm.weight", stream))
-    if shape.latent:
-        rope = shape.rope_head_dim
-        latent = w["self_attn.kv_a_layernorm.weight"][0]
-        up = w["self_attn.kv_b_proj.weight"][0]
-        down = ("self_attn.q_proj.weight", "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
-        ops.append(Op("q and kv down", kept(h, *down), residual + e * (q + latent + rope) + 2 * e * h, full(*down)))
-        if "self_attn.q_a_layernorm.weight" in w:
-            rank = w["self_attn.q_a_layernorm.weight"][0]
-            ops.append(norm("q norm", rank, residual + e * (latent + rope), "self_attn.q_a_layernorm.weight", e))
-            name = "self_attn.q_b_proj.weight"
-            ops.append(Op("q up", kept(rank, name), residual + e * (q + rank + latent + rope), full(name)))
-        ops.append(norm("kv norm", latent, residual + e * (q + rope), "self_attn.kv_a_layernorm.weight", e))
-        name = "self_attn.kv_b_proj.weight"
-        ops.append(Op("kv up", kept(latent, name), residual + e * (3 * q + up + latent), full(name)))
-        if load.flash:
-            ops.append(
-                Op("attention", e * (2 * q + up + out) + f * heads + load.mask, residual + e * (2 * out + 2 * q + up))
-            )
-    else:
-        names = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
-        biases = tuple(n.replace("weight", "bias") for n in names)
-        ops.append(Op("qkv", kept(h, *names), residual + e * (q + k + v) + 2 * e * h, full(*names, *biases)))
-        if "self_attn.q_norm.weight" in w:
-            both = norm("", q + k, 0, "", e).saves - f + f * (heads + shape.kv_heads)
-            ops.append(Op("qk norm", both, residual + e * (q + k + v) + 4 * f * q,
-                          full("self_attn.q_norm.weight", "self_attn.k_norm.weight")))  # fmt: skip
-        ops.append(Op("rope", 0, residual + e * (3 * q + k + v)))
-        if load.flash:
-            if load.isolated:  # with a mask transformers repeats the heads that several queries share
-                k, v = heads * shape.qk_head_dim, heads * shape.v_head_dim
-            ops.append(
-                Op("attention", e * (q + k + v + out) + f * heads + load.mask, residual + e * (2 * out + q + k + v))
-            )
-    if not load.flash:
-        scores = f * heads * load.seq_len
-        values = f * heads * shape.v_head_dim if e < f else e * w.get("self_attn.kv_b_proj.weight", (v,))[0]
-        # torch's plain attention scales q and k into fp32 copies and keeps the softmax; its backward makes two more.
-        ops.append(Op("attention", scores + 2 * f * q + values + e * out, residual + 2 * scores + 2 * f * q + f * out))
-    name = "self_attn.o_proj.weight"
-    o_input = kept(out, name) if load.adapter is not None else 0  # attention has saved its output already
-    ops.append(Op("output", max(0, o_input - e * out), residual + e * out + e * h,
-                  full(name, "self_attn.o_proj.bias")))  # fmt: skip
-
-    # -- feed-forward
-    ops.append(norm("post norm", h, residual, "post_attention_layernorm.weight", stream))
-
-    def mlp(width: float, prefix: str, shares_input: bool = False) -> Iterator[Op]:
-        gate, up, down = (f"{prefix}{n}_proj.weight" for n in ("gate", "up", "down"))
-        # In backward order: down, product, up, activation, gate.
-        into = kept(h, gate, up) if not shares_input else kept(h, gate, up) - (0 if load.adapter else e * h)
-        yield Op("gate", into, residual + e * width + 3 * e * h, full(gate, f"{prefix}gate_proj.bias"))
-        yield Op("activation", e * width, residual + 2 * e * width + e * h)
-        yield Op("up", 0, residual + 2 * e * width + e * h, full(up, f"{prefix}up_proj.bias"))
-        yield Op("product", 2 * e * width, residual + 3 * e * width)
-        yield Op("down", kept(width, down), residual + e * width + e * h, full(down, f"{prefix}down_proj.bias"))
-
-    if EXPERTS[0] not in w:
-        dense = list(mlp(w["mlp.gate_proj.weight"][0], "mlp."))
-        ops += dense if load.tiled_mlp == 1 else [_tiled(load, dense, residual)]
-        return ops
-    experts, twice, _ = w[EXPERTS[0]]
-    width, chosen = twice // 2, shape.experts_per_token
-    waiting = residual + e * h
-    trained = 0 if load.adapter is not None else 1
-    # Adapted experts are computed with a copy of their fused weights to which the adapter's product is added (peft's
-    # ParamWrapper); the copy is saved, and its gradient is as large.
-    own = load.adapter is not None and load.adapter.experts
-    merged = [e * math.prod(w[name]) / load.tokens if own else 0 for name in EXPERTS]
-    trained_input = 1 if own else trained
-    ops += [
-        # The router reads an fp32 copy; its scores, choices and the sorting of tokens by expert are small.
-        Op("router", e * h * trained + (f * h * trained if e < f else 0) + 2 * f * experts + 6 * 8 * chosen,
-           residual + 2 * f * experts + f * h, full("mlp.gate.weight")),
-        Op("dispatch", 0, waiting + 2 * e * h * chosen),
-        Op("experts up", e * h * chosen * trained_input + merged[0],
-           waiting + 2 * e * width * chosen + e * h * chosen + merged[0], full(EXPERTS[0])),
-        Op("experts activation", 2 * e * width * chosen, waiting + 5 * e * width * chosen),
-        Op("experts product", e * width * chosen, waiting + 3 * e * width * chosen),
-        Op("experts down", e * width * chosen * trained_input + merged[1],
-           waiting + e * (h + width) * chosen + merged[1], full(EXPERTS[1])),
-        Op("combine", e * h * chosen, residual + 3 * f * h * chosen),  # back to the order of tokens: one copy too many
-    ]  # fmt: skip
-    shared = w.get("mlp.shared_experts.down_proj.weight")
-    if shared:
-        ops += mlp(shared[1], "mlp.shared_experts.", shares_input=True)
-    return ops
-
-
-def _tiled(load: Workload, dense: list[Op], residual: float) -> Op:
-    """A feed-forward in tiles: what enters is kept whole, and one tile at a time is computed again with all that it saves."""
-    into, tiles = dense[0].saves, load.tiled_mlp
-    h = load.element * load.shape.hidden_size
-    each, fullest = sum(op.saves for op in dense) - into, 0.0
-    for op in reversed(dense):
-        fullest = max(fullest, each + op.work - residual)
-        each -= op.saves
-    # Beside the tile: the gradient that came in, the pieces of the one that goes out, before and after they are joined.
-    return Op("feed-forward in tiles", into, residual + 2 * h + fullest / tiles, tuple(n for op in dense for n in op.weights))
-
-
-# ------------------------------------------------------------------------------------------------- the answer
 
 
 @dataclass(frozen=True)
@@ -420,84 +69,6 @@ class Memory:
         return sum(self.disk.values())
 
 
-def adapter_parameters(shape: ModelShape, adapter: Adapter) -> int:
-    """Trained numbers of an adapter, and of what is trained beside it."""
-    layers = sum(kind.count * adapter.of(name, weight) for kind in shape.kinds for name, weight in kind.weights.items())
-    return layers + (len(adapter.whole) * shape.vocab_size + len(adapter.tables) * adapter.tokens) * shape.hidden_size
-
-
-def adapted_modules(shape: ModelShape, adapter: Adapter) -> dict[str, int]:
-    """How many modules of each kind get an adapter, or are trained whole."""
-    counts: dict[str, int] = {}
-    for kind in shape.kinds:
-        for name, weight in kind.weights.items():
-            if adapter.of(name, weight):
-                end = name.removesuffix(".weight").rsplit(".", 1)[-1]
-                end = f"experts.{end}" if name in EXPERTS else end
-                counts[end] = counts.get(end, 0) + kind.count
-    return counts | dict.fromkeys((*adapter.whole, *adapter.tables), 1)
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of `method.freeze` means a weight: its parts stand, in a row, among those of the weight's name.
-
-    A part is a word with `*` and `?`, or a range of layers such as 0-11, both ends included.
-    """
-
-    def same(part: str, word: str) -> bool:
-        first, dash, last = part.partition("-")
-        if dash and first.isdecimal() and last.isdecimal():
-            return word.isdecimal() and int(first) <= int(word) <= int(last)
-        return fnmatch.fnmatchcase(word, part)
-
-    parts, words = pattern.split("."), name.split(".")
-    starts = range(len(words) - len(parts) + 1)
-    return any(all(map(same, parts, words[start:])) for start in starts)
-
-
-@lru_cache(maxsize=256)
-def _is_frozen(patterns: tuple[str, ...], name: str) -> bool:
-    return any(matches(pattern, name) for pattern in patterns)
-
-
-def trained_sizes(load: Workload) -> tuple[int, list[int], int, int]:
-    """Trained numbers of the embedding, of each layer, and of last norm and head; a tied head is counted as the embedding."""
-    shape, adapter = load.shape, load.adapter
-    table = shape.vocab_size * shape.hidden_size
-    if adapter is not None:
-        layers = [sum(adapter.of(n, s) for n, s in k.weights.items()) for k in shape.kinds for _ in range(k.count)]
-        rows = adapter.tokens * shape.hidden_size
-        embedding, head = (table * (n in adapter.whole) + rows * (n in adapter.tables) for n in ("embed_tokens", "lm_head"))
-        return embedding, layers, 0, head
-
-    def trained(name: str) -> bool:
-        return not _is_frozen(load.frozen, name)
-
-    layers, first = [], 0
-    for kind in shape.kinds:
-        for i in range(first, first + kind.count):
-            layers.append(sum(math.prod(s) for n, s in kind.weights.items() if trained(f"model.layers.{i}.{n}")) if load.frozen
-                          else kind.parameters)  # fmt: skip
-        first += kind.count
-    return (table * trained("model.embed_tokens.weight"), layers, shape.hidden_size * trained("model.norm.weight"),
-            0 if shape.tied else table * trained("lm_head.weight"))  # fmt: skip
-
-
-def untouched_layers(load: Workload) -> int:
-    """How many layers lie below the first trained weight: no backward pass comes there."""
-    embedding, layers, _, _ = trained_sizes(load)
-    return 0 if embedding else next((i for i, size in enumerate(layers) if size), len(layers))
-
-
-def _trained(load: Workload) -> int:
-    if load.adapter is not None:
-        return adapter_parameters(load.shape, load.adapter)
-    if not load.frozen:
-        return load.shape.parameters
-    embedding, layers, norm, head = trained_sizes(load)
-    return embedding + sum(layers) + norm + head
-
-
 def _base_bytes(load: Workload) -> float:
     """The weights of the forward pass, whole."""
     shape = load.shape
@@ -505,7 +76,7 @@ def _base_bytes(load: Workload) -> float:
         return shape.parameters * (FP32 if load.autocast else load.element)
     frozen = shape.parameters * load.element
     if load.adapter.quantized:
-        linear = sum(k.count * math.prod(s) for k in shape.kinds for n, s in k.weights.items() if _in_four_bits(n, s))
+        linear = sum(k.count * math.prod(s) for k in shape.kinds for n, s in k.weights.items() if in_four_bits(n, s))
         frozen -= linear * (load.element - NF4_BYTES)
     return frozen + adapter_parameters(shape, load.adapter) * load.trained_element
 
@@ -517,7 +88,7 @@ def _largest(shape: ModelShape) -> int:
 
 def _resident(load: Workload) -> dict[str, float]:
     """What stays on the card from the first step to the last."""
-    s, n, w, e = load.strategy, _trained(load), load.world_size, load.element
+    s, n, w, e = load.strategy, trained_parameters(load), load.world_size, load.element
     weights = _base_bytes(load)
     sharded_weights = s.stage == 3 and not (load.adapter and load.adapter.quantized)
     if sharded_weights:
@@ -544,7 +115,7 @@ def _buffers(load: Workload, gradients_made: float) -> dict[str, float]:
     ZeRO-1 and 2 allocate their buckets at the first gradient, and at the first full bucket the copy that flattens it
     for the all-reduce; after that the shard that collects the results. ZeRO-3's one bucket is always there.
     """
-    s, n, w, e = load.strategy, _trained(load), load.world_size, load.element
+    s, n, w, e = load.strategy, trained_parameters(load), load.world_size, load.element
     if s.stage == 3:
         return {"communication buffers": e * load.zero("reduce_bucket_size", load.shape.hidden_size**2)}
     if s.stage == 0:
@@ -635,7 +206,7 @@ class _Step:
         shape, e, t = load.shape, load.element, load.tokens
         h = shape.hidden_size
         self.load, self.t = load, t
-        self.trained = _trained(load)
+        self.trained = trained_parameters(load)
         self.resident = _resident(load)
         self.head = shape.vocab_size * h
         self.sizes = [kind.parameters for kind in shape.kinds for _ in range(kind.count)]
@@ -741,7 +312,7 @@ class _Step:
             left, made = self.saved[i], above
             for op in reversed(tape):
                 if load.adapter is None:
-                    names = (n for n in op.weights if not _is_frozen(load.frozen, f"model.layers.{i}.{n}"))
+                    names = (n for n in op.weights if not is_frozen(load.frozen, f"model.layers.{i}.{n}"))
                     numel = sum(math.prod(kind.weights[name]) for name in names)
                 else:
                     numel = sum(load.adapter.of(n, kind.weights[n]) for n in op.weights)
@@ -880,7 +451,7 @@ def _waiting(load: Workload) -> dict[str, float]:
 
 def _offloaded(load: Workload) -> dict[str, float]:
     """What one rank keeps on the host, and what pinning rounds it up by."""
-    s, n, w, e = load.strategy, _trained(load), load.world_size, load.element
+    s, n, w, e = load.strategy, trained_parameters(load), load.world_size, load.element
     waiting = _waiting(load)
     if not s.offload_optimizer and not s.offload_params:
         return waiting
@@ -939,7 +510,7 @@ def _host(load: Workload, gpu_tensors: int) -> tuple[str, dict[str, int]]:
 
 def checkpoint_bytes(load: Workload) -> int:
     """One checkpoint to resume from: weights, master weights and moments; ZeRO-1 and 2 write the weights twice."""
-    s, n = load.strategy, _trained(load)
+    s, n = load.strategy, trained_parameters(load)
     weights = (n if load.adapter is not None else load.shape.parameters) * load.trained_element
     copies = 2 if s.deepspeed and s.stage < 3 else 1
     return int(weights * copies + n * (load.moment_bytes + (s.master_bytes if s.deepspeed else 0)))
@@ -947,7 +518,7 @@ def checkpoint_bytes(load: Workload) -> int:
 
 def export_bytes(load: Workload) -> int:
     """The model folder at the end, in the type that it was trained in: every weight, or the adapter's."""
-    return int((load.shape.parameters if load.adapter is None else _trained(load)) * load.trained_element)
+    return int((load.shape.parameters if load.adapter is None else trained_parameters(load)) * load.trained_element)
 
 
 def _on_one_card(load: Workload) -> Workload:
@@ -988,7 +559,7 @@ def estimate(load: Workload, checkpoints: int = 0) -> Memory:
     disk = {"model folder": export_bytes(load)}
     if load.strategy.nvme:
         disk["offloaded states"] = int(
-            _trained(load) * (load.strategy.master_bytes + load.moment_bytes + load.element)
+            trained_parameters(load) * (load.strategy.master_bytes + load.moment_bytes + load.element)
         )
     if checkpoints:
         disk[f"{checkpoints} checkpoints"] = checkpoints * checkpoint_bytes(load)

@@ -18,12 +18,13 @@ from . import ops as ops_module
 from .config import TRAINED_WHOLE, Config, ExpertsConfig
 from .errors import ConfigError, PlanError, listing
 from .hardware import GIB, Hardware, probe
-from .memory import Adapter, Memory, Workload, estimate, matches, resident_bytes
+from .memory import Memory, estimate, resident_bytes
 from .optimizers import OPTIMIZERS, ROUNDINGS, Optimizer, refused, resolve, rounding
 from .recipe import resource_dir
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
 from .timing import Timing, estimate_time
+from .workload import Adapter, Workload, matches
 
 CPU_RANKS = 3  # without a GPU: the three-card run in miniature
 MARGIN = 0.95

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 from .hardware import Hardware
-from .memory import Workload, _trained, layer_tape, untouched_layers
 from .shapes import EXPERTS
+from .tape import layer_tape
+from .workload import Workload, trained_parameters, untouched_layers
 
 # ---------------------------------------------------------------------------------------------- the constants
 
@@ -128,7 +129,7 @@ def _values(hardware: Hardware, world_size: int, end: str | None) -> dict[str, f
 
 def _trained_share(load: Workload) -> float:
     """Of the weights, those whose gradients are computed; an adapter's are next to nothing."""
-    return _trained(load) / load.shape.parameters if load.adapter is None else 0.0
+    return trained_parameters(load) / load.shape.parameters if load.adapter is None else 0.0
 
 
 def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> dict[str, float]:
@@ -138,7 +139,7 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     cards = [g.model for g in hardware.gpus[:w]]
     peak = min(m.fp32_flops if load.precision == "fp32" else m.tensor_flops for m in cards)
     bandwidth = min(m.memory_bytes_per_second for m in cards)
-    n, trained = shape.parameters, _trained(load)
+    n, trained = shape.parameters, trained_parameters(load)
     steps = load.grad_accum_steps
     untouched = untouched_layers(load)
     again = sum(load.recomputed[untouched:]) / max(1, shape.layers - untouched)  # of those that a gradient passes through

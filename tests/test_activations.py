@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from deepseek_ft import PlanError, activations, load_config, plan_run
 from deepseek_ft.config import ModelConfig
 from deepseek_ft.hardware import GIB, Hardware, described
-from deepseek_ft.memory import Workload, estimate
+from deepseek_ft.memory import estimate
 from deepseek_ft.shapes import find_shape
 from deepseek_ft.strategies import STRATEGIES
 from deepseek_ft.timing import estimate_time
+from deepseek_ft.workload import Workload
 
 SEVEN = find_shape("deepseek-ai/deepseek-llm-7b-base")
 LAYERS = 4

@@ -15,12 +15,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepseek_ft import CheckpointError, ConfigError, PlanError, RunError, adapters, list_recipes, load_config, plan_run
 from deepseek_ft.hardware import GIB, Hardware, described
-from deepseek_ft.memory import Workload, _trained, adapted_modules, adapter_parameters, matches, trained_sizes
 from deepseek_ft.models import load_dtype, load_model, load_tokenizer, model_source, tokenizer_source
 from deepseek_ft.planner import adapter_of, frozen_of
 from deepseek_ft.recipe import find_recipe
 from deepseek_ft.shapes import PRESETS, find_shape, shape_from_config
 from deepseek_ft.strategies import STRATEGIES
+from deepseek_ft.workload import (
+    Workload,
+    adapted_modules,
+    adapter_parameters,
+    matches,
+    trained_parameters,
+    trained_sizes,
+)
 
 CPU = Hardware(gpus=(), cores=2, host_memory_bytes=8 << 30)
 FIVE = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-v2", "tiny-v3")
@@ -214,7 +221,7 @@ def test_freezing_trains_the_rest_and_is_planned_so(name):
     left = trained(model)
     assert left and all(n.startswith(("model.layers.2.", "model.norm", "lm_head")) and "self_attn" not in n for n in left)
     load = Workload(shape, STRATEGIES["zero2"], 3, 1, 64, frozen=frozen_of(config, shape))
-    assert _trained(load) == sum(p.numel() for p in left.values())
+    assert trained_parameters(load) == sum(p.numel() for p in left.values())
     full, part = (plan_run(dataclasses.replace(config, method=m, strategy="zero2"), CPU, can_build_ops=True).memory
                   for m in (dataclasses.replace(config.method, freeze=[]), config.method))  # fmt: skip
     assert part.tensor_bytes < full.tensor_bytes and part.disk["model folder"] == full.disk["model folder"]

@@ -386,9 +386,10 @@ def test_every_way_of_storing_experts_holds_the_same_model(kind, tmp_path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_plan_knows_what_the_balance_loss_holds(checkpointing):
     """What is alive after the forward pass, with the loss and without it, in the same model."""
-    from deepseek_ft.memory import Workload, _Step
+    from deepseek_ft.memory import _Step
     from deepseek_ft.shapes import shape_from_config
     from deepseek_ft.strategies import STRATEGIES
+    from deepseek_ft.workload import Workload
 
     model = moe("v2", layers=4)
     sizes = {"micro_batch_size": 4, "seq_len": 64, "world_size": 1}

@@ -11,18 +11,11 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepseek_ft.memory import (
-    Adapter,
-    Workload,
-    _Step,
-    adapter_parameters,
-    checkpoint_bytes,
-    estimate,
-    export_bytes,
-    layer_tape,
-)
+from deepseek_ft.memory import _Step, checkpoint_bytes, estimate, export_bytes
 from deepseek_ft.shapes import PRESETS, PUBLISHED, find_shape, shape_from_config
 from deepseek_ft.strategies import STRATEGIES
+from deepseek_ft.tape import layer_tape
+from deepseek_ft.workload import Adapter, Workload, adapter_parameters
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory as bench

@@ -11,10 +11,10 @@ from conftest import clean_environment, cli, train
 
 from deepseek_ft import ConfigError, PlanError, load_config, plan_run
 from deepseek_ft.hardware import GIB, Hardware, described
-from deepseek_ft.memory import Workload
 from deepseek_ft.optimizers import OPTIMIZERS, build, check_installed, is_linear, refused, resolve, rounding
 from deepseek_ft.shapes import PRESETS, shape_from_config
 from deepseek_ft.strategies import STRATEGIES
+from deepseek_ft.workload import Workload
 
 CARDS = described(Hardware((), 32, 256 * GIB), gpu="rtx4090")
 NAMES = list(OPTIMIZERS)

@@ -8,10 +8,10 @@ import pytest
 
 from deepseek_ft import ConfigError
 from deepseek_ft.hardware import GIB, Gpu, Hardware, described
-from deepseek_ft.memory import Workload
 from deepseek_ft.shapes import find_shape, shape_from_config
 from deepseek_ft.strategies import STRATEGIES
 from deepseek_ft.timing import CONSTANTS, LIMITS, check_constants, estimate_time, used_constants
+from deepseek_ft.workload import Workload
 
 SEVEN = find_shape("deepseek-ai/deepseek-llm-7b-base")
 BOX = Hardware((), 32, 256 * GIB)

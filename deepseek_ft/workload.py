@@ -1,0 +1,257 @@
+"""What a step is asked to do, in numbers: model, strategy, batch, and which weights are trained. Nothing here is counted yet."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .optimizers import OPTIMIZERS, Optimizer, keeps_bf16_weights, states_bytes
+from .shapes import EXPERTS, ModelShape
+from .strategies import Strategy
+
+FP32 = 4
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA (arXiv:2106.09685): which linear layers get a pair of narrow ones, how narrow, on which base; and what is trained
+    beside them. rsLoRA differs in a factor only."""
+
+    rank: int
+    targets: tuple[str, ...]
+    """Ends of the adapted modules' names, such as `q_proj`."""
+    quantized: bool = False
+    """The base in 4 bits (QLoRA, arXiv:2305.14314): nf4 with double quantisation, whole on every card."""
+    dora: bool = False
+    """The norm of each row of the adapted weights is trained too (DoRA, arXiv:2402.09353 §4)."""
+    experts: bool = False
+    """Every routed expert gets a pair for each of its two fused weights."""
+    whole: tuple[str, ...] = ()
+    """embed_tokens, lm_head: trained as a copy beside the frozen one."""
+    tokens: int = 0
+    """New tokens, of which only their own rows are trained ..."""
+    tables: tuple[str, ...] = ()
+    """... in these: embed_tokens, lm_head; a tied head is counted as the embedding."""
+
+    def adapts(self, weight: str) -> bool:
+        return weight.endswith(".weight") and weight.removesuffix(".weight").rsplit(".", 1)[-1] in self.targets
+
+    def of(self, name: str, shape: tuple[int, ...]) -> int:
+        """Trained numbers beside one weight of a layer: rank x (in + out), and a norm for each row of a DoRA."""
+        if self.experts and name in EXPERTS:
+            experts, out, into = shape
+            return self.rank * experts * (into + out)
+        if len(shape) != 2 or not self.adapts(name):
+            return 0
+        return self.rank * sum(shape) + (shape[0] if self.dora else 0)
+
+
+# What DeepSpeed 0.19 takes for a key that a file leaves out (deepspeed/runtime/zero/config.py).
+_DEEPSPEED_DEFAULTS = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000,
+                       "stage3_max_reuse_distance": 1_000_000_000, "sub_group_size": 1_000_000_000}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that decides what a step holds."""
+
+    shape: ModelShape
+    strategy: Strategy
+    world_size: int
+    micro_batch_size: int
+    seq_len: int
+    grad_accum_steps: int = 1
+    precision: str = "bf16"
+    checkpointing: bool = True
+    loss: str = "naive"
+    """naive | chunked (`losses.head_loss`, which holds `LOSS_ELEMENTS` logits at a time) | liger."""
+    checkpoint_every: int = 1
+    """Of the layers, 0, n, 2n, ... are computed again."""
+    offload_activations: bool = False
+    """What enters those waits on the host."""
+    tiled_mlp: int = 1
+    """Pieces of the sequence in which a dense feed-forward is computed."""
+    adapter: Adapter | None = None
+    balance_loss: bool = False
+    """Of a mixture of experts: the logits of every router wait for it."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the weights that a full fine-tune leaves as they are (`matches`)."""
+    isolated: bool = False
+    """Documents of a block do not see each other, by a mask: every attention but flash's needs one."""
+    device: str = "cuda"
+    ranks_per_host: int | None = None
+    """None: all on one host."""
+    deepspeed: Mapping | None = None
+    """The completed DeepSpeed config, for bucket sizes; None takes the shipped file's."""
+    optimizer: Optimizer = OPTIMIZERS["adamw"]
+    optimizer_rank: int = 128
+    """Of those that project gradients to a low rank."""
+    fused_optimizer: bool = True
+    """Torch's fused AdamW has no temporaries; the other kind has two of the size of what it updates."""
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight and an activation in the forward pass."""
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def autocast(self) -> bool:
+        """Plain PyTorch keeps fp32 weights and casts them on the way, unless the optimizer writes bf16 ones; DeepSpeed casts the model."""
+        return not self.strategy.deepspeed and self.element < FP32 and self.adapter is None and not self.bf16_weights
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Plain PyTorch with bf16 weights and no others."""
+        return keeps_bf16_weights(self.optimizer, self.strategy)
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes per trained parameter of the optimizer's states."""
+        element = 2 if self.bf16_weights else self.strategy.moment_bytes // 2
+        if self.adapter is not None or not self.shape.kinds:
+            n = 2**20  # so narrow matrices that every choice keeps about as much as for a vector
+            return self.optimizer.states((n,), False, element, self.optimizer_rank) / n
+        table = (self.shape.vocab_size, self.shape.hidden_size)
+        total = states_bytes(self.optimizer, {"embedding": (table, 1 if self.shape.tied else 2), "norm": ((table[1],), 1)},
+                             element, self.optimizer_rank)  # fmt: skip
+        for kind in self.shape.kinds:
+            weights = {name: (shape, kind.count) for name, shape in kind.weights.items()}
+            total += states_bytes(self.optimizer, weights, element, self.optimizer_rank)
+        return total / self.shape.parameters
+
+    @property
+    def recomputed(self) -> list[bool]:
+        """Whether each layer, in order, is computed again in the backward pass."""
+        return [self.checkpointing and i % self.checkpoint_every == 0 for i in range(self.shape.layers)]
+
+    @property
+    def trained_element(self) -> int:
+        """Bytes of a trained weight and its gradient: plain PyTorch keeps what it updates in fp32, DeepSpeed has masters for it."""
+        return self.element if self.strategy.deepspeed or self.bf16_weights else FP32
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention keeps no (heads, T, T) matrix. On the CPU, torch's kernel wants equal head widths."""
+        return self.device == "cuda" or self.shape.qk_head_dim == self.shape.v_head_dim
+
+    @property
+    def mask(self) -> int:
+        """Bytes per token of the mask as numbers, which each layer's attention makes of it for itself and saves."""
+        return self.element * self.seq_len if self.isolated and self.flash else 0
+
+    def zero(self, key: str, default: int) -> int:
+        """A number of the zero_optimization section; "auto" is what Trainer fills in from the hidden size h.
+
+        Args:
+            default: the shipped files' value, for when there is no file; what a file leaves out is DeepSpeed's own.
+        """
+        h = self.shape.hidden_size
+        auto = {
+            "reduce_bucket_size": h * h,
+            "stage3_prefetch_bucket_size": int(0.9 * h * h),
+            "stage3_param_persistence_threshold": 10 * h,
+        }
+        if self.deepspeed is not None:
+            default = _DEEPSPEED_DEFAULTS.get(key, default)
+        value = ((self.deepspeed or {}).get("zero_optimization") or {}).get(key, default)
+        return auto[key] if value == "auto" else int(value)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced while others are made, which takes a second bucket; DeepSpeed's own default is stage 3 only."""
+        zero = (self.deepspeed or {}).get("zero_optimization") or {}
+        return bool(zero.get("overlap_comm", self.deepspeed is None or self.strategy.stage == 3))
+
+    @property
+    def ranks_here(self) -> int:
+        """Of all ranks, those on this host."""
+        return self.ranks_per_host or self.world_size
+
+
+# ---------------------------------------------------------------------------------------------- what is trained
+
+
+def adapter_parameters(shape: ModelShape, adapter: Adapter) -> int:
+    """Trained numbers of an adapter, and of what is trained beside it."""
+    layers = sum(kind.count * adapter.of(name, weight) for kind in shape.kinds for name, weight in kind.weights.items())
+    return layers + (len(adapter.whole) * shape.vocab_size + len(adapter.tables) * adapter.tokens) * shape.hidden_size
+
+
+def adapted_modules(shape: ModelShape, adapter: Adapter) -> dict[str, int]:
+    """How many modules of each kind get an adapter, or are trained whole."""
+    counts: dict[str, int] = {}
+    for kind in shape.kinds:
+        for name, weight in kind.weights.items():
+            if adapter.of(name, weight):
+                end = name.removesuffix(".weight").rsplit(".", 1)[-1]
+                end = f"experts.{end}" if name in EXPERTS else end
+                counts[end] = counts.get(end, 0) + kind.count
+    return counts | dict.fromkeys((*adapter.whole, *adapter.tables), 1)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of `method.freeze` means a weight: its parts stand, in a row, among those of the weight's name.
+
+    A part is a word with `*` and `?`, or a range of layers such as 0-11, both ends included.
+    """
+
+    def same(part: str, word: str) -> bool:
+        first, dash, last = part.partition("-")
+        if dash and first.isdecimal() and last.isdecimal():
+            return word.isdecimal() and int(first) <= int(word) <= int(last)
+        return fnmatch.fnmatchcase(word, part)
+
+    parts, words = pattern.split("."), name.split(".")
+    starts = range(len(words) - len(parts) + 1)
+    return any(all(map(same, parts, words[start:])) for start in starts)
+
+
+@lru_cache(maxsize=256)
+def is_frozen(patterns: tuple[str, ...], name: str) -> bool:
+    return any(matches(pattern, name) for pattern in patterns)
+
+
+def trained_sizes(load: Workload) -> tuple[int, list[int], int, int]:
+    """Trained numbers of the embedding, of each layer, and of last norm and head; a tied head is counted as the embedding."""
+    shape, adapter = load.shape, load.adapter
+    table = shape.vocab_size * shape.hidden_size
+    if adapter is not None:
+        layers = [sum(adapter.of(n, s) for n, s in k.weights.items()) for k in shape.kinds for _ in range(k.count)]
+        rows = adapter.tokens * shape.hidden_size
+        embedding, head = (table * (n in adapter.whole) + rows * (n in adapter.tables) for n in ("embed_tokens", "lm_head"))
+        return embedding, layers, 0, head
+
+    def trained(name: str) -> bool:
+        return not is_frozen(load.frozen, name)
+
+    layers, first = [], 0
+    for kind in shape.kinds:
+        for i in range(first, first + kind.count):
+            layers.append(sum(math.prod(s) for n, s in kind.weights.items() if trained(f"model.layers.{i}.{n}")) if load.frozen
+                          else kind.parameters)  # fmt: skip
+        first += kind.count
+    return (table * trained("model.embed_tokens.weight"), layers, shape.hidden_size * trained("model.norm.weight"),
+            0 if shape.tied else table * trained("lm_head.weight"))  # fmt: skip
+
+
+def untouched_layers(load: Workload) -> int:
+    """How many layers lie below the first trained weight: no backward pass comes there."""
+    embedding, layers, _, _ = trained_sizes(load)
+    return 0 if embedding else next((i for i, size in enumerate(layers) if size), len(layers))
+
+
+def trained_parameters(load: Workload) -> int:
+    if load.adapter is not None:
+        return adapter_parameters(load.shape, load.adapter)
+    if not load.frozen:
+        return load.shape.parameters
+    embedding, layers, norm, head = trained_sizes(load)
+    return embedding + sum(layers) + norm + head
