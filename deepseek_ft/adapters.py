@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from .checkpoints import read_json, write_json
 from .config import Config, is_hub_id
 from .errors import CheckpointError, RunError, listing
-from .planner import Plan, adapter_of, frozen_of
+from .planner import Plan
 from .ranks import whole
 from .shapes import ModelShape, find_shape, shape_from_config
 from .tokens import compute_rows_apart, is_tied, resize, tables_at_hand, wrapped
-from .workload import adapted_modules, matches
+from .workload import adapted_modules, adapter_of, frozen_of, matches
 
 log = logging.getLogger(__name__)
 

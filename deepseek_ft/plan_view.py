@@ -6,9 +6,11 @@ import html as html_module
 import shlex
 from collections.abc import Mapping, Sequence
 
+from .candidates import Candidate, usable_gpu_bytes, usable_host_bytes
 from .config import Config
 from .hardware import GIB, Hardware
-from .planner import Candidate, Plan, Schedule, offer_lines, to_dict, usable_gpu_bytes, usable_host_bytes
+from .offers import offer_lines
+from .planner import Plan, Schedule, to_dict
 from .report import duration
 from .schedules import lr_factor
 from .timing import LIMITS, used_constants

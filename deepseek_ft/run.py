@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoints, launch, ops, plan_view, planner
+from . import checkpoints, launch, ops, plan_view, planner, workload
 from .config import Config, to_dict, to_yaml
 from .errors import CheckpointError, ConfigError, DataError, PlanError, RunError
 from .hardware import GIB, probe
@@ -356,13 +356,13 @@ def _routers(model: Any, config: Config, plan: Plan, tokenizer: Any) -> Routers 
     from .experts import Routers, freeze_routers
 
     shape = plan.shape or shape_from_config(model.config.to_dict())
-    planner.check_experts(config, shape)  # of a model that was not known before its download
+    workload.check_experts(config, shape)  # of a model that was not known before its download
     if not shape.experts:
         return None
     if not config.experts.train_router:
         freeze_routers(model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    routers = Routers(model, pad, planner.balance_coefficient(config, shape), config.experts.bias_update_speed)
+    routers = Routers(model, pad, workload.balance_coefficient(config, shape), config.experts.bias_update_speed)
     return routers if routers.blocks else None
 
 

@@ -1,19 +1,28 @@
-"""What a step is asked to do, in numbers: model, strategy, batch, and which weights are trained. Nothing here is counted yet."""
+"""What a step is asked to do, in numbers: model, strategy, batch, and which weights are trained. Nothing here is counted yet.
+
+First the numbers, then what is trained by them, then how a recipe comes to them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .optimizers import OPTIMIZERS, Optimizer, keeps_bf16_weights, states_bytes
+from .config import TRAINED_WHOLE, Config, ExpertsConfig
+from .errors import ConfigError, PlanError, listing
+from .hardware import Hardware
+from .optimizers import OPTIMIZERS, Optimizer, keeps_bf16_weights, resolve, states_bytes
 from .shapes import EXPERTS, ModelShape
 from .strategies import Strategy
 
 FP32 = 4
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+LARGE_VOCABULARY = 32_000
+"""From so many ids on the loss is chunked, unless the recipe says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -255,3 +264,151 @@ def trained_parameters(load: Workload) -> int:
         return load.shape.parameters
     embedding, layers, norm, head = trained_sizes(load)
     return embedding + sum(layers) + norm + head
+
+
+# ------------------------------------------------------------------------------------------------ from a recipe
+
+
+def adapter_of(config: Config, shape: ModelShape) -> Adapter | None:
+    """The adapter that the recipe asks for, on its targets or the architecture's usual ones.
+
+    Raises:
+        ConfigError: something that the model does not have, or that cannot be had together.
+    """
+    method = config.method
+    if method.kind == "full":
+        return None
+    names = sorted({n.removesuffix(".weight").rsplit(".", 1)[-1] for k in shape.kinds for n, s in k.weights.items()
+                    if len(s) == 2 and n.endswith("_proj.weight") or n.endswith("_mqa.weight")})  # fmt: skip
+    problems = []
+    fused = [n for n in ("gate_proj", "up_proj", "down_proj") if shape.model_type.startswith("deepseek") and method.variant == "dora"]
+    if method.targets is None:
+        names = [n for n in names if n not in fused]
+    targets = tuple(names if method.targets is None else method.targets)
+    if wrong := [t for t in targets if t in fused]:
+        problems.append(f"method.variant=dora: peft cannot load a DoRA on {', '.join(wrong)} of a V2 or V3 model again, whose names it takes "
+                        "for the routed experts'; leave them out of method.targets, or use lora or rslora")  # fmt: skip
+    unknown = [t for t in targets if t not in names]
+    if unknown:
+        problems.append(
+            f"method.targets: {', '.join(unknown)} is no linear layer of {config.model.path}; it has {', '.join(names)}"
+        )
+    if method.experts and not shape.experts:
+        problems.append(f"method.experts: {config.model.path} has no routed experts; leave it out")
+    if method.train_also and shape.tied:
+        problems.append(
+            f"method.train_also: embedding and head of {config.model.path} are one weight, and peft would train a copy of one of "
+            "them; leave it out"
+        )
+    if problems:
+        raise ConfigError(problems[0] if len(problems) == 1 else listing("method cannot be used with this model", problems))
+    return Adapter(
+        method.rank,
+        targets,
+        quantized=method.kind == "qlora",
+        dora=method.variant == "dora",
+        experts=method.experts,
+        whole=tuple(method.train_also),
+        tokens=len(config.model.new_tokens),
+        tables=tuple(t for t in (("embed_tokens",) if shape.tied else TRAINED_WHOLE) if config.model.new_tokens and t not in method.train_also),
+    )
+
+
+def frozen_of(config: Config, shape: ModelShape) -> tuple[str, ...]:
+    """The patterns of `method.freeze`, each of which means something, and which leave something to train.
+
+    Raises:
+        ConfigError: one does not, or they do not.
+    """
+    patterns = tuple(config.method.freeze)
+    if not patterns:
+        return ()
+    names = [name for name, _ in shape.names()]
+    idle = [pattern for pattern in patterns if not any(matches(pattern, name) for name in names)]
+    if idle:
+        kinds = sorted({part for name in names for part in name.split(".") if not part.isdecimal()} - {"model", "weight", "bias"})
+        raise ConfigError(
+            f"method.freeze: {', '.join(idle)} means no weight of {config.model.path}; it has layers.0-{shape.layers - 1} and "
+            f"{', '.join(k for k in kinds if k != 'layers')}"
+        )
+    if all(any(matches(pattern, name) for pattern in patterns) for name in names):
+        raise ConfigError(f"method.freeze: {', '.join(patterns)} is every weight of {config.model.path}: nothing is left to train")
+    return patterns
+
+
+def balance_coefficient(config: Config, shape: ModelShape | None) -> float | None:
+    """Of the routers' balance loss; None where there is none."""
+    wanted = config.experts.balance_loss
+    if wanted == "config":
+        return shape.balance_loss if shape is not None else None
+    return wanted
+
+
+def check_experts(config: Config, shape: ModelShape) -> None:
+    """
+    Raises:
+        ConfigError: options for a mixture of experts that this model has no use for; all of them at once.
+    """
+    asked, model, problems = config.experts, config.model.path, []
+    if not shape.experts:
+        usual = ExpertsConfig()
+        problems += [f"experts.{f.name}: {model} is a dense model, it has no router; leave it out"
+                     for f in dataclasses.fields(usual) if getattr(asked, f.name) != getattr(usual, f.name)]  # fmt: skip
+    else:
+        if asked.balance_loss == "config" and shape.balance_loss is None:
+            problems.append(f"experts.balance_loss=config: the config.json of {model} names neither aux_loss_alpha nor "
+                            "router_aux_loss_coef; give a number, such as 0.001")  # fmt: skip
+        if asked.bias_update_speed is not None and shape.model_type != "deepseek_v3":
+            problems.append(f"experts.bias_update_speed: {model} is a {shape.model_type} model, whose routers choose by their scores alone; "
+                            "only V3's add a bias to them. experts.balance_loss is what V2 was trained with")  # fmt: skip
+    if problems:
+        raise ConfigError(listing("the recipe and the model do not go together", problems))
+
+
+def loss_of(config: Config, shape: ModelShape | None) -> str:
+    if config.train.loss == "auto":
+        return "chunked" if shape is not None and shape.vocab_size >= LARGE_VOCABULARY else "naive"
+    return config.train.loss
+
+
+def accumulation_of(config: Config, world_size: int) -> int:
+    train = config.train
+    if train.global_batch_size is None:
+        return train.grad_accum_steps or 1
+    unit = train.micro_batch_size * world_size
+    if train.global_batch_size % unit:
+        low = train.global_batch_size // unit * unit
+        near = " or ".join(str(n) for n in (low, low + unit) if n)
+        raise PlanError(
+            f"train.global_batch_size={train.global_batch_size} cannot be cut into {world_size} rank"
+            f"{'s' * (world_size > 1)} x micro-batch {train.micro_batch_size} = {unit} blocks; "
+            f"use {near}, or another train.micro_batch_size"
+        )
+    return train.global_batch_size // unit
+
+
+def workload_of(config: Config, shape: ModelShape, strategy: Strategy, world_size: int, accumulation: int, hardware: Hardware,
+              deepspeed: Mapping | None) -> Workload:  # fmt: skip
+    return Workload(
+        shape=shape,
+        strategy=strategy,
+        world_size=world_size,
+        micro_batch_size=config.train.micro_batch_size,
+        seq_len=config.data.seq_len,
+        grad_accum_steps=accumulation,
+        precision=config.train.precision,
+        checkpointing=config.model.gradient_checkpointing,
+        loss=loss_of(config, shape),
+        checkpoint_every=config.model.checkpoint_every,
+        offload_activations=config.model.offload_activations,
+        tiled_mlp=config.model.tiled_mlp or 1,
+        adapter=adapter_of(config, shape),
+        balance_loss=config.experts.balance_loss is not None,
+        frozen=frozen_of(config, shape),
+        isolated=config.data.isolate and not config.model.attention.startswith("flash"),
+        device=hardware.device,
+        deepspeed=deepspeed,
+        ranks_per_host=min(world_size, len(hardware.gpus)) if hardware.gpus else None,
+        optimizer=resolve(config.optim.name, strategy),
+        optimizer_rank=config.optim.rank,
+    )

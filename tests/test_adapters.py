@@ -16,14 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from deepseek_ft import CheckpointError, ConfigError, PlanError, RunError, adapters, list_recipes, load_config, plan_run
 from deepseek_ft.hardware import GIB, Hardware, described
 from deepseek_ft.models import load_dtype, load_model, load_tokenizer, model_source, tokenizer_source
-from deepseek_ft.planner import adapter_of, frozen_of
 from deepseek_ft.recipe import find_recipe
 from deepseek_ft.shapes import PRESETS, find_shape, shape_from_config
 from deepseek_ft.strategies import STRATEGIES
 from deepseek_ft.workload import (
     Workload,
     adapted_modules,
+    adapter_of,
     adapter_parameters,
+    frozen_of,
     matches,
     trained_parameters,
     trained_sizes,

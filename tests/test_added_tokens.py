@@ -21,11 +21,10 @@ from deepseek_ft.data.tokenise import Encoder, tokenizer_id
 from deepseek_ft.hardware import Hardware
 from deepseek_ft.losses import Head, head_loss, head_nll
 from deepseek_ft.models import load_model, load_tokenizer, token_bytes, tokenizer_source
-from deepseek_ft.planner import adapter_of
 from deepseek_ft.report import read_metrics
 from deepseek_ft.run import open_data
 from deepseek_ft.shapes import PRESETS, find_shape, shape_from_config
-from deepseek_ft.workload import adapted_modules, adapter_parameters
+from deepseek_ft.workload import adapted_modules, adapter_of, adapter_parameters
 
 CPU = Hardware(gpus=(), cores=2, host_memory_bytes=8 << 30)
 NEW = ["<tool>", "</tool>"]

@@ -353,8 +353,8 @@ def test_what_a_model_has_no_use_for_is_refused_before_it_is_loaded(words, expec
 
 
 def test_config_is_the_coefficient_of_the_models_own_file(tmp_path):
-    from deepseek_ft.planner import balance_coefficient
     from deepseek_ft.shapes import PRESETS, find_shape
+    from deepseek_ft.workload import balance_coefficient
 
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["tiny-v2"] | {"aux_loss_alpha": 0.003}))
     config = load_config("quickstart", [f"model.path={tmp_path}", "experts.balance_loss=config"])

@@ -9,9 +9,9 @@ import difflib
 from pathlib import Path
 
 from deepseek_ft import load_config, plan_run
+from deepseek_ft.candidates import figures
 from deepseek_ft.hardware import GIB, Hardware, described
 from deepseek_ft.plan_view import _align, rows
-from deepseek_ft.planner import figures
 
 GOLDEN = Path(__file__).parent / "golden" / "plans.txt"
 MODELS = ("deepseek-coder-1.3b-base", "deepseek-coder-6.7b-base", "deepseek-llm-7b-base", "deepseek-coder-33b-base", "DeepSeek-V2-Lite",
