@@ -261,7 +261,7 @@ def plan_run(
             raise PlanError(refusal(config, chosen, short, candidates, offers, hardware, world_size))
 
     # -- what must be built for it
-    ops = _ops_of(strategy, hardware, world_size)
+    ops = _ops_of(strategy, hardware)
     if ops and not (ops_module.available(ops) if can_build_ops is None else can_build_ops):
         notes.append(_without_compiler(config, strategy, ops, hardware, world_size, launched_ranks))
         accumulation, world_size = accumulation * world_size, 1
@@ -344,8 +344,8 @@ def _another_strategy(config: Config, hardware: Hardware, launched_ranks: int | 
     return (Offer((f"strategy={plan.strategy.name}",), plan.chosen),) if plan.chosen.fits and not plan.misfits else ()
 
 
-def _ops_of(strategy: Strategy, hardware: Hardware, world_size: int) -> tuple[str, ...]:
-    ops = ["shm_comm"] if strategy.deepspeed and hardware.device == "cpu" and world_size > 1 else []
+def _ops_of(strategy: Strategy, hardware: Hardware) -> tuple[str, ...]:
+    ops = ["shm_comm"] if strategy.deepspeed and hardware.device == "cpu" else []  # which one rank loads too
     return (*ops, "cpu_adam") if strategy.offload_optimizer else tuple(ops)
 
 

@@ -76,6 +76,7 @@ def test_without_a_compiler():
 def test_offload_needs_its_op():
     assert plan("strategy=zero3_offload", hardware=cards(3)).ops == ("cpu_adam",)
     assert plan("strategy=zero3_offload").ops == ("shm_comm", "cpu_adam")
+    assert plan("strategy=zero2", "ranks=1").ops == ("shm_comm",)  # DeepSpeed loads it there too, and would wait for a stale lock
 
 
 def test_precision():
