@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import shutil
 import statistics
 from pathlib import Path
@@ -100,9 +101,11 @@ def train(arguments: argparse.Namespace, seed: int, name: str, choice: tuple[str
         result = finetune(asked, new=True)
     except DeepSeekFTError as error:
         return {"failed": str(error).splitlines()[0]}
+    losses = {row["step"]: row["loss"] for row in result.history if "loss" in row}
     found = {
         "recipe": asked,
-        "losses": [row["loss"] for row in result.history if "loss" in row],
+        # Steps that fp16 leaves out have none.
+        "losses": [losses.get(step, math.nan) for step in range(1, arguments.steps + 1)],
         "before": result.run["before"]["loss"],
         "held_out": result.run["after"]["loss"],
     }
@@ -125,7 +128,8 @@ def table(curves: dict[str, list[dict]]) -> str:
         last = statistics.mean(statistics.mean(run["losses"][-10:]) for run in runs)
         held = statistics.mean(run["held_out"] for run in runs)
         apart = ", ".join(f"{run['held_out'] - base['held_out']:+.4f}" for run, base in pairs)
-        gap = max(abs(a - b) for run, base in pairs for a, b in zip(run["losses"], base["losses"], strict=True))
+        gaps = (abs(a - b) for run, base in pairs for a, b in zip(run["losses"], base["losses"], strict=True))
+        gap = max(gap for gap in gaps if not math.isnan(gap))
         lines.append(f"| {name} | {last:.4f} | {held:.4f} | {apart} | {gap:.4f} |")
     return "\n".join(lines)
 
@@ -138,11 +142,6 @@ def plot(curves: dict[str, list[dict]], file: Path, title: str) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    plt.rcParams |= {
-        "svg.hashsalt": "curves",
-        "svg.fonttype": "none",
-        "path.simplify_threshold": 0.5,
-    }  # same curves, same file
     figure, axes = plt.subplots(2, 2, figsize=(14, 8), sharex=True, sharey="row", height_ratios=(3, 2))
     reference = np.array([run["losses"] for run in next(iter(curves.values()))])
     for (above, below), names, what in (
@@ -152,7 +151,7 @@ def plot(curves: dict[str, list[dict]], file: Path, title: str) -> None:
         for name in names:
             if not curves.get(name) or "failed" in curves[name][-1]:
                 continue
-            losses = np.array([run["losses"] for run in curves[name]])
+            losses = np.ma.masked_invalid([run["losses"] for run in curves[name]])
             steps, gap = np.arange(1, losses.shape[1] + 1), losses - reference
             (line,) = above.plot(steps, losses.mean(0), label=name if name != "fp32" else "adamw, fp32", linewidth=1)
             for axis, values in ((above, losses), (below, gap)):
@@ -165,7 +164,7 @@ def plot(curves: dict[str, list[dict]], file: Path, title: str) -> None:
     axes[1, 0].set_ylabel("minus that of adamw, fp32")
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    figure.savefig(file, dpi=80)
 
 
 def main() -> None:
@@ -185,7 +184,7 @@ def main() -> None:
     arguments.text = arguments.text.resolve()
     if not arguments.model.startswith("preset:"):
         folder = Path(arguments.model).resolve()
-        arguments.model = str(rounded(folder, arguments.work.resolve() / f"{folder.name}-bf16"))
+        arguments.model = str(rounded(folder, arguments.work.resolve() / "weights" / f"{folder.name}-bf16"))
     curves: dict[str, list[dict]] = {}
     for name, choice in (PRECISIONS | optimizers()).items():
         for seed in arguments.seed:
@@ -197,7 +196,7 @@ def main() -> None:
             print(f"{name}, seed {seed}: {found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}, {held}", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     title = f"{label(arguments)}, WikiText-103, {arguments.steps} steps, seeds {', '.join(map(str, arguments.seed))}"
-    plot(curves, arguments.out / f"curves-{label(arguments)}.svg", title)
+    plot(curves, arguments.out / f"curves-{label(arguments)}.png", title)
     print(f"\n{title}\n\n{table(curves)}")
 
 
