@@ -30,6 +30,7 @@ def load(strategy="zero3", shape=SEVEN, **more) -> Workload:
     return Workload(shape, STRATEGIES[strategy], **(defaults | more))
 
 
+SHALLOW = {"num_hidden_layers": 3, "vocab_size": 8192}
 FAST = [
     bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=1024, checkpointing=False, change={"num_hidden_layers": 8}),
     bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=2048, loss="chunked", change={"num_hidden_layers": 8}),
@@ -53,11 +54,9 @@ FAST = [
         "deepseek-ai/deepseek-llm-7b-base", seq_len=16384, loss="chunked", tiled_mlp=8,
         change={"num_hidden_layers": 4, "vocab_size": 8192},
     ),
-    bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=1024, loss="chunked", lora=bench._ALL, dora=True, change={"num_hidden_layers": 4}),
-    bench.Case("deepseek-ai/deepseek-coder-6.7b-base", seq_len=2048, loss="chunked", lora=bench._ALL, nf4=True,
-               change={"num_hidden_layers": 8}),
-    bench.Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=2048, loss="chunked", lora=bench._LATENT, experts=True,
-               change={"num_hidden_layers": 4}),
+    bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=1024, loss="chunked", lora=bench._ALL, dora=True, change=SHALLOW),
+    bench.Case("deepseek-ai/deepseek-coder-6.7b-base", seq_len=2048, loss="chunked", lora=bench._ALL, nf4=True, change={"num_hidden_layers": 8}),
+    bench.Case("deepseek-ai/DeepSeek-V2-Lite", seq_len=2048, loss="chunked", lora=bench._LATENT, experts=True, change=SHALLOW),
     bench.Case("deepseek-ai/deepseek-llm-7b-base", seq_len=2048, loss="chunked", frozen=("embed_tokens", "layers.0-4"),
                change={"num_hidden_layers": 8}),
 ]  # fmt: skip

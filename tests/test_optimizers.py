@@ -243,7 +243,7 @@ def slow(*values):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("adamw_bf16", "zero3_bf16"), ("adamw_8bit", "zero2"), slow("adamw_bf16", "single"), slow("adamw_bf16", "ddp"),
+    [("adamw_bf16", "zero3_bf16"), slow("adamw_8bit", "zero2"), slow("adamw_bf16", "single"), slow("adamw_bf16", "ddp"),
      slow("adamw_8bit", "zero3"), slow("adamw_8bit", "ddp"), slow("adamw_8bit", "single"), slow("muon", "single"), slow("muon", "ddp"),
      slow("galore", "ddp"), slow("apollo", "ddp"), slow("adafactor", "ddp"), slow("galore", "single"), slow("paged_adamw_8bit", "zero1")],
 )  # fmt: skip

@@ -48,7 +48,7 @@ def runs(tiny_recipe, tmp_path_factory):
 
 
 MODELS = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-v2", "tiny-v3")
-IN_CI = {("tiny-v3", "zero3"), ("tiny-qwen2", "ddp")}
+IN_CI = {("tiny-v3", "zero3")}
 
 
 @pytest.mark.parametrize(
