@@ -134,6 +134,8 @@ def main() -> None:
     dist.all_reduce(losses)
     used = [sorted(layer.used) for layer in model.layers[1:]]
     print("RANK " + json.dumps({"losses": (losses / ranks).tolist(), "used": used}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()  # gloo's threads, alive at Python's end, abort it now and then
 
 
 if __name__ == "__main__":

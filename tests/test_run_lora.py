@@ -134,7 +134,7 @@ OPTIONS = {
     "embedding and head whole": ("tiny-qwen2", ("strategy=zero3", "method.train_also=[embed_tokens,lm_head]")),
     "head whole, chunked loss": ("tiny-llama", ("strategy=ddp", "method.train_also=[lm_head]", "train.loss=chunked")),
 }
-OPTIONS_IN_CI = ("bf16 under zero3", "a base in 4 bits")
+OPTIONS_IN_CI = ("a base in 4 bits",)
 
 
 @pytest.mark.parametrize("option", [pytest.param(o, marks=() if o in OPTIONS_IN_CI else pytest.mark.slow) for o in OPTIONS])
