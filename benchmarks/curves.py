@@ -5,9 +5,9 @@
 
 Trains on the validation set of WikiText-103, scores articles of its test set, draws one plot and prints one table. The model
 is a tiny Llama from its seed, or a folder of weights (`benchmarks/pretrained_135m.py` makes one of 135 M), which are rounded
-to bf16 first: so published weights come, and fp32 and bf16 begin at the same place. Every run goes
-through `finetune`, in one process: what is compared is rounding and optimizers, and not ranks. A finished run's losses stay
-under `--work` and are not made again, so an interrupted benchmark goes on where it was.
+to bf16 first: so published weights come, and fp32 and bf16 begin at the same place. Every run goes through `finetune`, in one
+process: what is compared is rounding and optimizers, and not ranks. A finished run's losses stay under `--work` and are not
+made again, so an interrupted benchmark goes on where it was.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 from pathlib import Path
 
 from deepseek_ft import finetune
-from deepseek_ft.errors import DeepSeekFTError
+from deepseek_ft.errors import ConfigError, PlanError
 
 PRECISIONS = {
     "fp32": ("single", "fp32", "adamw"),
@@ -92,14 +92,14 @@ def rounded(folder: Path, target: Path) -> Path:
 
 
 def train(arguments: argparse.Namespace, seed: int, name: str, choice: tuple[str, str, str]) -> dict:
-    """The losses of one run and the held-out loss before and after; or why it does not run."""
+    """The losses of one run and the held-out loss before and after; or why it is refused. What fails later ends the benchmark."""
     asked = recipe(arguments, seed, name, choice)
     kept = Path(asked["output_dir"] + ".json")
     if kept.is_file() and (found := json.loads(kept.read_text("utf-8")))["recipe"] == asked:
         return found
     try:
         result = finetune(asked, new=True)
-    except DeepSeekFTError as error:
+    except (ConfigError, PlanError) as error:
         return {"failed": str(error).splitlines()[0]}
     losses = {row["step"]: row["loss"] for row in result.history if "loss" in row}
     found = {

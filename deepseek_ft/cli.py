@@ -128,6 +128,7 @@ def set_up_logging() -> None:
     logging.getLogger("deepseek_ft").setLevel(logging.INFO if launch.is_main_rank() else logging.WARNING)
     # torchao reports, on import, each of its kernels that this Python or card has no use for.
     logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # advice to install a kernel for CPUs
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     # peft asks models of transformers by a name that is about to go.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")

@@ -1,8 +1,9 @@
 """What a training step holds: per GPU moment by moment, on the host, on disk. Arithmetic only; every component named.
 
 Activations are not a formula but a tape (`tape.py`). Walking it backwards gives the fullest moment, which depends on the model:
-the loss of a large vocabulary, the feed-forward of a wide one, or the optimizer step. What DeepSpeed 0.19 allocates is read off its code and named after its variables where a
-comment says so. `benchmarks/memory.py` holds all of it against torch's count of real training steps.
+the loss of a large vocabulary, the feed-forward of a wide one, or the optimizer step. What DeepSpeed 0.19 allocates is read off
+its code and named after its variables where a comment says so. `benchmarks/memory.py` holds all of it against torch's count of
+real training steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .shapes import EXPERTS, LayerKind, ModelShape
-from .tape import NF4_BYTES, Op, in_four_bits, layer_tape
+from .tape import NF4_BYTES, Op, is_in_four_bits, layer_tape
 from .workload import FP32, Workload, adapter_parameters, is_frozen, trained_parameters, trained_sizes, untouched_layers
 
 FP64 = 8
@@ -76,7 +77,7 @@ def _base_bytes(load: Workload) -> float:
         return shape.parameters * (FP32 if load.autocast else load.element)
     frozen = shape.parameters * load.element
     if load.adapter.quantized:
-        linear = sum(k.count * math.prod(s) for k in shape.kinds for n, s in k.weights.items() if in_four_bits(n, s))
+        linear = sum(k.count * math.prod(s) for k in shape.kinds for n, s in k.weights.items() if is_in_four_bits(n, s))
         frozen -= linear * (load.element - NF4_BYTES)
     return frozen + adapter_parameters(shape, load.adapter) * load.trained_element
 
@@ -109,13 +110,16 @@ def _resident(load: Workload) -> dict[str, float]:
     return parts
 
 
-def _buffers(load: Workload, gradients_made: float) -> dict[str, float]:
+def _buffers(load: Workload, gradients_made: float, n: int) -> dict[str, float]:
     """Communication buffers once `gradients_made` elements of gradient have been made in this backward pass.
 
     ZeRO-1 and 2 allocate their buckets at the first gradient, and at the first full bucket the copy that flattens it
     for the all-reduce; after that the shard that collects the results. ZeRO-3's one bucket is always there.
+
+    Args:
+        n: trained parameters, which are not counted anew for each moment.
     """
-    s, n, w, e = load.strategy, trained_parameters(load), load.world_size, load.element
+    s, w, e = load.strategy, load.world_size, load.element
     if s.stage == 3:
         return {"communication buffers": e * load.zero("reduce_bucket_size", load.shape.hidden_size**2)}
     if s.stage == 0:
@@ -247,7 +251,7 @@ class _Step:
     def moment(self, made: float, **more: float) -> dict[str, float]:
         """Everything alive once `made` elements of gradient have been made in this backward pass."""
         total = dict(self.resident)
-        for parts in (_buffers(self.load, made), {k.replace("_", " "): v for k, v in more.items()}):
+        for parts in (_buffers(self.load, made, self.trained), {k.replace("_", " "): v for k, v in more.items()}):
             for name, value in parts.items():
                 total[name] = total.get(name, 0) + value
         return total

@@ -45,11 +45,11 @@ def layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
 
 def _unpacked(load: Workload, kind: LayerKind, op: Op) -> float:
     """Bytes of the largest 4-bit weight of an operation in full: its backward pass unpacks one at a time, with its scales."""
-    weights = [math.prod(kind.weights[n]) for n in op.weights if in_four_bits(n, kind.weights[n])]
+    weights = [math.prod(kind.weights[n]) for n in op.weights if is_in_four_bits(n, kind.weights[n])]
     return max(weights, default=0) * (load.element + FP32 / NF4_BLOCK)
 
 
-def in_four_bits(name: str, shape: tuple[int, ...]) -> bool:
+def is_in_four_bits(name: str, shape: tuple[int, ...]) -> bool:
     """bitsandbytes replaces linear layers; not embeddings, norms, biases, routers or fused experts."""
     return len(shape) == 2 and name != "mlp.gate.weight"
 

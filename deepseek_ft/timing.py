@@ -132,6 +132,11 @@ def _trained_share(load: Workload) -> float:
     return trained_parameters(load) / load.shape.parameters if load.adapter is None else 0.0
 
 
+def _untouched_share(load: Workload) -> float:
+    """Of the layers, those that no gradient passes through."""
+    return untouched_layers(load) / max(1, load.shape.layers)
+
+
 def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> dict[str, float]:
     if load.strategy.tensor or load.strategy.sequence:
         return _one_batch_parts(load, hardware, c)
@@ -143,7 +148,7 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     steps = load.grad_accum_steps
     untouched = untouched_layers(load)
     again = sum(load.recomputed[untouched:]) / max(1, shape.layers - untouched)  # of those that a gradient passes through
-    below = untouched / max(1, shape.layers)
+    below = _untouched_share(load)
     passes = 1 + (1 - below) * (2 + again)
     share = _trained_share(load)
     flops = sum(part * shape.flops_per_token(load.seq_len, bool(k), share, below) for k, part in enumerate((1 - again, again)))
@@ -267,8 +272,7 @@ def estimate_time(load: Workload, hardware: Hardware) -> Timing | None:
     peak = load.world_size * min(
         g.model.tensor_flops for g in hardware.gpus[: load.world_size]
     )  # some may be on other hosts
-    below = untouched_layers(load) / max(1, load.shape.layers)
-    useful = load.shape.flops_per_token(load.seq_len, False, _trained_share(load), below)
+    useful = load.shape.flops_per_token(load.seq_len, False, _trained_share(load), _untouched_share(load))
     return Timing(
         step_seconds=seconds,
         step_seconds_range=(sum(fast.values()), sum(slow.values())),

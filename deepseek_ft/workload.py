@@ -233,7 +233,7 @@ def trained_sizes(load: Workload) -> tuple[int, list[int], int, int]:
     shape, adapter = load.shape, load.adapter
     table = shape.vocab_size * shape.hidden_size
     if adapter is not None:
-        layers = [sum(adapter.of(n, s) for n, s in k.weights.items()) for k in shape.kinds for _ in range(k.count)]
+        layers = [size for k in shape.kinds for size in [sum(adapter.of(n, s) for n, s in k.weights.items())] * k.count]
         rows = adapter.tokens * shape.hidden_size
         embedding, head = (table * (n in adapter.whole) + rows * (n in adapter.tables) for n in ("embed_tokens", "lm_head"))
         return embedding, layers, 0, head
@@ -241,12 +241,13 @@ def trained_sizes(load: Workload) -> tuple[int, list[int], int, int]:
     def trained(name: str) -> bool:
         return not is_frozen(load.frozen, name)
 
-    layers, first = [], 0
+    layers: list[int] = []
     for kind in shape.kinds:
-        for i in range(first, first + kind.count):
-            layers.append(sum(math.prod(s) for n, s in kind.weights.items() if trained(f"model.layers.{i}.{n}")) if load.frozen
-                          else kind.parameters)  # fmt: skip
-        first += kind.count
+        if not load.frozen:
+            layers += [kind.parameters] * kind.count
+            continue
+        for i in range(len(layers), len(layers) + kind.count):
+            layers.append(sum(math.prod(s) for n, s in kind.weights.items() if trained(f"model.layers.{i}.{n}")))
     return (table * trained("model.embed_tokens.weight"), layers, shape.hidden_size * trained("model.norm.weight"),
             0 if shape.tied else table * trained("lm_head.weight"))  # fmt: skip
 
