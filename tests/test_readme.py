@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from conftest import BIN, ROOT, cli, run
@@ -56,10 +57,20 @@ def test_every_command_is_one(command, tmp_path):
         assert words[0] == "deepspeed" and (ROOT / next(w for w in words if w.endswith(".py"))).is_file()
 
 
-def test_paths_that_are_linked_are_there():
-    for name in READMES:
-        for target in re.findall(r"\]\(([^)]+)\)", text(name)):
-            assert (ROOT / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings: lower case, punctuation left out, spaces as hyphens."""
+    headings = re.findall(r"^#+ +(.+)$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not target.startswith(("http://", "https://")):
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), target
 
 
 def test_quick_start_of_the_readme_in_python(tmp_path):
