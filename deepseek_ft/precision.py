@@ -441,8 +441,12 @@ def describe_types(types: dict[str, str | None]) -> str:
 
 
 def check_types(types: dict[str, str | None], optimizer: Optimizer, strategy: Strategy) -> list[str]:
-    """What differs from the plan: updates would be lost in a type that is too short."""
+    """What differs from the plan: updates would be lost in a type that is too short.
+
+    Single weights may be wider than planned: transformers keeps V3's routers in fp32 in a model of bf16.
+    """
+    allowed = {"bf16": ("bf16", "bf16 and fp32"), "fp32": ("fp32",)}
     wanted = {"master": "bf16" if optimizer.bf16_weights or strategy.master_bytes == 2 else "fp32"}
     if optimizer.name in ("adamw", "adamw_bf16"):  # the others' states are of a type of their own, or of several
         wanted["states"] = "bf16" if optimizer.bf16_weights or strategy.moment_bytes == 4 else "fp32"
-    return [f"{name} is {types[name]}, planned {kind}" for name, kind in wanted.items() if types[name] not in (None, kind)]
+    return [f"{name} is {types[name]}, planned {kind}" for name, kind in wanted.items() if types[name] not in (None, *allowed[kind])]
