@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
@@ -316,7 +317,14 @@ def _worker(words: list[str]) -> int:
     """`worker STAGE TASK`: a process that a run started for itself."""
     from . import launch
 
-    launch.die_with_parent()
+    if words[0] == "stages":
+        launch.die_with_parent()
+        set_up_logging()
+        code = launch.fork_stages(words[-1], _worker)
+        sys.stdout.flush()
+        os._exit(code)  # there is nothing to tear down; the libraries' own would take a second and report what is still imported
+    if multiprocessing.parent_process() is None:
+        launch.die_with_parent()
     set_up_logging()
     from .run import worker
 

@@ -3,6 +3,7 @@ only for processes that it starts (or that a launcher started for nothing else t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .config import Config
@@ -22,10 +24,14 @@ from .errors import ConfigError, PlanError, RunError
 from .hardware import Hardware
 from .planner import Plan
 
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # accelerate reads these before Trainer's own arguments; one left over from another project drops DeepSpeed in silence.
 _ACCELERATE = "ACCELERATE_"
 _ERROR_FILE = "DEEPSEEK_FT_ERROR_FILE"
+_meeting: Any = None
 _PACKAGE_PARENT = Path(__file__).resolve().parents[1]
 
 
@@ -148,7 +154,7 @@ def adopt_rank_environment(config: Config, plan: Plan) -> None:
                         f"({plan.hardware.describe()})")  # fmt: skip
     if _needs_hub(config) and "HF_HUB_OFFLINE" not in os.environ and not hub_answers():
         os.environ["HF_HUB_OFFLINE"] = "1"
-    if is_main_rank() and not os.environ.get("TORCHELASTIC_RUN_ID"):
+    if is_main_rank() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # otherwise the launcher's own store is there
         _check_port(int(os.environ["MASTER_PORT"]))
     if not plan.strategy.many_ranks:  # accelerate would wrap the model for ranks that are not there
         for name in _RANK_VARIABLES:
@@ -226,14 +232,28 @@ def run_worker(words: Sequence[str], environment: dict[str, str]) -> None:
     _run([sys.executable, "-m", "deepseek_ft", *words], environment, what=words[1])
 
 
-def start_ranks(plan: Plan, words: Sequence[str], environment: dict[str, str], hostfile: str | None = None) -> None:
-    """Run `python -m deepseek_ft WORDS` on every rank, until all have ended.
+def run_stages(config: Config, plan: Plan, stages: Sequence[str], task: str, hostfile: str | None = None) -> None:
+    """A run's stages, `worker STAGE TASK` each, one after another: `train` on every rank, the others in one process.
+
+    CPU ranks are forks of one process that has imported the libraries (`fork_stages`): three ranks on two cores would be half a
+    minute at it. A process that has looked for cards cannot be forked, so with cards each stage and rank is a new one.
 
     Raises:
         RunError: a rank failed; the others have been stopped.
         KeyboardInterrupt: after the ranks have been stopped.
     """
-    _run(_command(plan, words, hostfile), environment, what="training")
+    alone, _ = child_environment(config, plan, 1)
+    for_ranks, _ = child_environment(config, plan, plan.world_size)
+    if plan.device == "cpu" and hostfile is None:
+        told = {"stages": list(stages), "task": task, "ranks": plan.world_size, "deepspeed": plan.strategy.deepspeed,
+                "threads": {"train": int(for_ranks["OMP_NUM_THREADS"]), "else": int(alone["OMP_NUM_THREADS"])}}  # fmt: skip
+        _run([sys.executable, "-m", "deepseek_ft", "worker", "stages", json.dumps(told)], alone, what="the run")
+        return
+    for stage in stages:
+        if stage == "train":
+            _run(_command(plan, ["worker", stage, task], hostfile), for_ranks, what="training")
+        else:
+            run_worker(["worker", stage, task], alone)
 
 
 def _run(command: list[str], environment: dict[str, str], what: str) -> None:
@@ -320,13 +340,120 @@ def _stop(process: subprocess.Popen, patience_seconds: float = 20) -> None:
     process.wait()
 
 
-def die_with_parent() -> None:
-    """Ask Linux to end this process when its parent dies, so that a killed launcher leaves no ranks behind."""
+# ------------------------------------------------------------------------------------------- forks, for CPU ranks
+
+
+def fork_stages(told: str, body: Callable[[list[str]], int]) -> int:
+    """The body of `worker stages`: import what all stages need while the first is at work, then fork the others.
+
+    Nothing else is done here, so that a fork finds no threads and no locks of anybody's.
+
+    Args:
+        body: of a stage; its words -> an exit code.
+
+    Returns:
+        The exit code of the first stage that failed, or 0.
+    """
+    import gc
+
+    given = json.loads(told)
+    for number, stage in enumerate(given["stages"]):
+        ranks = given["ranks"] if stage == "train" else 1
+        threads = given["threads"].get(stage, given["threads"]["else"])
+        processes = _fork(ranks, functools.partial(body, [stage, given["task"]]), threads)
+        if number == 0 and len(given["stages"]) > 1:
+            import deepseek_ft.export
+            import deepseek_ft.trainer  # noqa: F401
+
+            if given["deepspeed"]:
+                import deepspeed  # noqa: F401
+            gc.freeze()  # a collection would copy the pages of everything it looks at
+        if code := _join(processes):
+            return code
+    return 0
+
+
+def _fork(ranks: int, body: Callable[[], int], threads: int) -> list[BaseProcess]:
+    """Processes that run the body; several of them as the ranks of one group, with a store to meet at."""
+    import multiprocessing
+
+    group: dict[str, str] = {}
+    if ranks > 1:
+        from torch.distributed import TCPStore
+
+        global _meeting  # as long as the ranks live
+        _meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_meeting.port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                 "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+
+    def begin(rank: int) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        die_with_parent(f"rank {rank}" if group else "stage")
+        os.environ.update(group | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if group else {}))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if "torch" in sys.modules:  # which has read it
+            sys.modules["torch"].set_num_threads(threads)
+        sys.exit(body())
+
+    processes = [multiprocessing.get_context("fork").Process(target=begin, args=(rank,)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _join(processes: Sequence[BaseProcess]) -> int:
+    """Wait for all; when one fails, stop the others and say which it was. The exit code of that one, or 0."""
+    from multiprocessing.connection import wait
+
+    try:
+        while running := [process.sentinel for process in processes if process.exitcode is None]:
+            wait(running)
+            if any(process.exitcode for process in processes):
+                wait(running, timeout=0.2)  # who fails with it
+                break
+    finally:
+        codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(20)
+            if process.exitcode is None:
+                process.kill()
+    return _told(codes) if codes else 0
+
+
+def _told(codes: Mapping[int, int]) -> int:
+    """Say which rank ended a run, and how; the exit code of the whole.
+
+    Args:
+        codes: rank -> its exit code, or minus the signal that ended it.
+    """
+    # The rank that was killed is the cause; the others may have failed because it was gone.
+    first, code = min(codes.items(), key=lambda item: item[1] > 0)
+    if code < 0:
+        sys.stderr.write(f"rank {first} was ended by {signal.Signals(-code).name}; the other ranks have been stopped\n")
+        if -code == signal.SIGABRT:  # how NCCL's watchdog ends a rank whose collective does not come back
+            sys.stderr.write(f"if NCCL's watchdog did it: {STANDSTILL}\n")
+    elif code != 2:
+        sys.stderr.write(f"rank {first} failed with exit code {code}; the other ranks have been stopped\n")
+    return code if code > 0 else 1
+
+
+def die_with_parent(name: str | None = None) -> None:
+    """Ask Linux to end this process when its parent dies, so that a killed launcher leaves no ranks behind.
+
+    Args:
+        name: what `ps` and `top` are to call it: a fork has its parent's command line.
+    """
     if sys.platform == "linux":
         import ctypes
 
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if name is not None:
+            prctl(PR_SET_NAME, name.encode())
 
 
 def payload(config: Config, **more) -> str:
@@ -347,18 +474,7 @@ def main() -> int:
     try:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        # The rank that was killed is the cause; the others may have failed because it was gone.
-        first, code = min(codes.items(), key=lambda item: item[1] > 0)
-        if code < 0:
-            sys.stderr.write(
-                f"rank {first} was ended by {signal.Signals(-code).name}; the other ranks have been stopped\n"
-            )
-            if -code == signal.SIGABRT:  # how NCCL's watchdog ends a rank whose collective does not come back
-                sys.stderr.write(f"if NCCL's watchdog did it: {STANDSTILL}\n")
-        elif code != 2:
-            sys.stderr.write(f"rank {first} failed with exit code {code}; the other ranks have been stopped\n")
-        return code if code > 0 else 1
+        return _told({rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

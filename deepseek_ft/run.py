@@ -105,13 +105,10 @@ def finetune(
         return RunResult.load(run_dir)
 
     with checkpoints.hold(run_dir):
-        environment, launch_notes = launch.child_environment(config, plan, 1)
+        _, launch_notes = launch.child_environment(config, plan, 1)
         _announce(config, plan, run_dir, [*plan.notes, *notes, *launch_notes])
-        if not only_check:
-            launch.run_worker(["worker", "prepare", task.to_json()], environment)
-            for_ranks, _ = launch.child_environment(config, plan, plan.world_size)
-            launch.start_ranks(plan, ["worker", "train", task.to_json()], for_ranks, None if here else hostfile)
-        launch.run_worker(["worker", "verify", task.to_json()], environment)
+        stages = ["verify"] if only_check else ["prepare", "train", "verify"]
+        launch.run_stages(config, plan, stages, task.to_json(), None if here else hostfile)
     return RunResult.load(run_dir)
 
 
