@@ -87,6 +87,7 @@ def _defaults(hardware: Hardware, ranks_here: int, one_host: bool) -> dict[str, 
     }
     if hardware.device == "cpu":
         values["DS_ACCELERATOR"] = "cpu"
+        values["OMP_WAIT_POLICY"] = "passive"  # ranks share the cores: a thread that spins takes them from the others
         if one_host:
             values["GLOO_SOCKET_IFNAME"] = "lo"
     if hardware.needs_no_p2p:
@@ -360,7 +361,8 @@ def fork_stages(told: str, body: Callable[[list[str]], int]) -> int:
     for number, stage in enumerate(given["stages"]):
         ranks = given["ranks"] if stage == "train" else 1
         threads = given["threads"].get(stage, given["threads"]["else"])
-        processes = _fork(ranks, functools.partial(body, [stage, given["task"]]), threads)
+        is_group = stage == "train" and (ranks > 1 or given["deepspeed"])  # DeepSpeed's one rank is one, too
+        processes = _fork(ranks, functools.partial(body, [stage, given["task"]]), threads, is_group)
         if number == 0 and len(given["stages"]) > 1:
             import deepseek_ft.export
             import deepseek_ft.trainer  # noqa: F401
@@ -373,12 +375,12 @@ def fork_stages(told: str, body: Callable[[list[str]], int]) -> int:
     return 0
 
 
-def _fork(ranks: int, body: Callable[[], int], threads: int) -> list[BaseProcess]:
-    """Processes that run the body; several of them as the ranks of one group, with a store to meet at."""
+def _fork(ranks: int, body: Callable[[], int], threads: int, is_group: bool) -> list[BaseProcess]:
+    """Processes that run the body, as the ranks of one group with a store to meet at, or as what they are."""
     import multiprocessing
 
     group: dict[str, str] = {}
-    if ranks > 1:
+    if is_group:
         from torch.distributed import TCPStore
 
         global _meeting  # as long as the ranks live

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin would take the cores from the ranks of a test
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 BIN = Path(sys.executable).parent

@@ -104,7 +104,6 @@ def test_skipped_steps_are_counted_and_are_no_training(tmp_path, tiny_recipe, st
     assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
 
 
-@pytest.mark.slow
 def test_the_overflow_of_a_scale_that_is_too_high_is_said_to_be_the_backward_pass(tmp_path, tiny_recipe):
     file = first_scale(tmp_path, "zero2", 30)
     done = cli("train", tiny_recipe, f"deepspeed={file}", "strategy=auto", "train.precision=fp16", "model.path=preset:tiny-llama",
