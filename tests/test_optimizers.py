@@ -263,7 +263,11 @@ def test_a_run_learns_and_a_resumed_one_goes_on_as_if_it_had_not_stopped(name, s
     shutil.rmtree(folder / "model")
     (folder / "run.json").write_text(json.dumps({k: v for k, v in straight.items() if k != "folder"} | {"status": "running"}))
     resumed = train(tiny_recipe, *words, "train.save_steps=4", "--resume", cwd=tmp_path)
-    assert losses(resumed) == losses(straight) and resumed["after"]["loss"] == straight["after"]["loss"]
+    # DDP learns the order of its buckets in a process's first backward pass. So a resumed run adds the ranks' gradients up in
+    # another order in its first step, and bf16 makes the difference larger.
+    tolerance = 1e-3 if strategy == "ddp" else 0
+    assert losses(resumed) == pytest.approx(losses(straight), rel=tolerance, abs=0)
+    assert resumed["after"]["loss"] == pytest.approx(straight["after"]["loss"], rel=tolerance, abs=0)
 
 
 @pytest.fixture(scope="module")

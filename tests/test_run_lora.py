@@ -106,7 +106,7 @@ def test_a_resumed_adapter_gives_the_losses_of_one_that_never_stopped(tiny_recip
     expected, folder = losses(whole), whole["folder"]
     chosen = next(c for c in whole["plan"]["candidates"] if c["strategy"] == strategy)
     planned = chosen["memory"]["disk"]["6 checkpoints"] / 6
-    assert size_bytes(folder / "checkpoint-4") == pytest.approx(planned, rel=0.1, abs=250_000)  # beside the tokenizer
+    assert size_bytes(folder / "checkpoint-4") == pytest.approx(planned, rel=0.1, abs=350_000)  # beside it names, settings and random states
     shutil.rmtree(folder / "model")  # a crash between steps 2 and 4
     for step in (4, 5):
         shutil.rmtree(folder / f"checkpoint-{step}")
