@@ -126,7 +126,7 @@ OPTIONS = {
     "bf16 under zero3": ("tiny-v3", ("strategy=zero3", "train.precision=bf16", "train.loss=chunked")),
     "optimizer on the host": ("tiny-qwen3", ("strategy=zero2_offload",)),
     "weights on the host": ("tiny-v2", ("strategy=zero3_offload_all", "train.precision=bf16")),
-    "rslora and dropout under zero1": ("tiny-v3", ("strategy=zero1", "method.variant=rslora", "method.dropout=0.1")),
+    "rslora and dropout under zero1": ("tiny-v3", ("strategy=zero1", "method.variant=rslora", "method.dropout=0.1", "optim.lr=3e-3")),
     "routed experts": ("tiny-v3", ("strategy=zero2", "method.experts=true")),
     "routed experts of v2, one process": ("tiny-v2", ("strategy=single", "method.experts=true", "train.micro_batch_size=6")),
     "dora": ("tiny-v2", ("strategy=ddp", "method.variant=dora")),
