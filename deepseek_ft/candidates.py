@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from . import deepspeed_config
-from .config import Config
+from .config import Config, ExpertsConfig
 from .hardware import GIB, Hardware
 from .memory import Memory, estimate, resident_bytes
 from .optimizers import OPTIMIZERS, ROUNDINGS, Optimizer, refused, resolve, rounding
@@ -80,8 +80,14 @@ def forbidden(
         yield f"runs in {' or '.join(strategy.precisions)} only, got train.precision={precision}"
     if not strategy.many_ranks and world_size != 1:
         yield f"is one process, and there are {world_size} ranks"
-    if strategy.pipeline and shape is not None and world_size > shape.layers:
-        yield f"needs a layer for each stage: {shape.layers} layers, {world_size} ranks"
+    if strategy.pipeline and shape is None:
+        yield f"cuts a model whose layers are known, and {config.model.path} is not known before its download"
+    elif strategy.pipeline:
+        yield from _wrong_stages(config, shape, world_size)
+    if strategy.pipeline and config.experts != ExpertsConfig():
+        yield "knows no options of experts: leave out experts, or use another strategy"
+    if strategy.pipeline and config.model.new_tokens:
+        yield "cannot add tokens: leave out model.new_tokens, or use another strategy"
     if (strategy.pipeline or strategy.tensor or strategy.sequence) and config.method.kind != "full":
         yield "trains every weight"
     if (strategy.tensor or strategy.sequence) and world_size == 1:
@@ -108,6 +114,19 @@ def forbidden(
         yield f"bf16 needs an Ampere card or newer, and {old[0]} is older: train.precision=fp16"
     if hardware.device == "cpu" and precision == "fp16" and not strategy.deepspeed:
         yield "has no fp16 on the CPU: train.precision=bf16, or a zero strategy"
+
+
+def _wrong_stages(config: Config, shape: ModelShape, world_size: int) -> Iterator[str]:
+    sizes = config.stages
+    if sizes is None:
+        if world_size > shape.layers:
+            yield f"needs a layer for each stage: {shape.layers} layers, {world_size} ranks"
+        return
+    said = f"stages={list(sizes)}"
+    if not sizes or min(sizes) < 1 or sum(sizes) != shape.layers:
+        yield f"{said} is not a cut of {shape.layers} layers, each stage with one at least, such as {shape.stages(min(world_size, shape.layers), config.data.seq_len)}"
+    elif world_size % len(sizes):
+        yield f"{said} needs a number of ranks that {len(sizes)} divides, and there are {world_size}"
 
 
 def _short_of(memory: Memory, hardware: Hardware, world_size: int) -> Iterator[tuple[str, float]]:
@@ -140,7 +159,7 @@ def assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_s
         accumulation, world_size = accumulation * world_size, 1
     reasons = list(forbidden(config, shape, strategy, world_size, hardware))
     optimizer = resolve(config.optim.name, strategy)
-    if shape is None or (strategy.pipeline and world_size > shape.layers) or (strategy.tensor and reasons):
+    if shape is None or (strategy.pipeline and any(_wrong_stages(config, shape, world_size))) or (strategy.tensor and reasons):
         return Candidate(strategy, reasons=tuple(reasons), forbidden=bool(reasons), optimizer=optimizer)
     if deepspeed is None and strategy.deepspeed:
         deepspeed = shipped(strategy.name)

@@ -104,7 +104,10 @@ def incomplete(checkpoint: Path, ranks: int | None = None) -> str | None:
         if broken := _broken_tensors(file):
             return broken
     states = _optimizer_files(checkpoint)
-    if states is None:
+    if staged := list(checkpoint.glob("optimizer-*-of-*.pt")):  # of a pipeline's stages
+        count = int(staged[0].stem.rpartition("-")[2])
+        states = [checkpoint / f"optimizer-{i:05d}-of-{count:05d}.pt" for i in range(1, count + 1)] + [checkpoint / "scheduler.pt"]
+    elif states is None:
         states = [checkpoint / "optimizer.pt", checkpoint / "scheduler.pt"]
     elif not states:
         return "the optimizer states are missing"

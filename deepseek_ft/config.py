@@ -259,6 +259,9 @@ class Config:
     ranks: int | None = None
     """Processes to start; null: one per visible GPU or, where there is none, three on the CPU (the
     three-card run in miniature)."""
+    stages: list[int] | None = None
+    """Layers of each stage under a pipeline strategy; null: one stage a rank, balanced by their work. With more ranks than
+    stages there are several pipelines, each with its part of the batch."""
 
 
 KNOWN_SOURCES = ("wikitext-103", "wikitext-103-raw", "wikitext-2", "wikitext-2-raw", "openwebtext", "files", "text", "code",

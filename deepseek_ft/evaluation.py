@@ -35,8 +35,8 @@ def block_nll(
 ) -> np.ndarray:
     """Negative log likelihood of each block's targets, in nats, shape `(len(blocks),)`, the same on every rank.
 
-    Each rank takes every `world_size`-th batch. A rank that has run out computes one more batch for nothing:
-    under ZeRO-3 every forward pass is collective.
+    Each of `world_size` ranks (or pipelines) takes every so-manieth batch. One that has run out computes one more batch for
+    nothing: under ZeRO-3 every forward pass is collective.
 
     Args:
         head: the model's, to do without its logits (B, T, V); without it one row's at a time are also held in fp32.
@@ -61,7 +61,7 @@ def block_nll(
                     logits[i, :-1].float(), labels[i, 1:], ignore_index=IGNORED, reduction="sum"
                 )  # fmt: skip
         del logits
-    if world_size > 1:
+    if dist.is_initialized():
         dist.all_reduce(sums)
     if was_training:
         model.train()

@@ -162,6 +162,20 @@ def adopt_rank_environment(config: Config, plan: Plan) -> None:
             os.environ.pop(name, None)
 
 
+def own_card() -> None:
+    """In a rank, before CUDA is looked at: of the cards its own is the only one that there is (not run with cards yet)."""
+    local = int(os.environ["LOCAL_RANK"])
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = cards.split(",")[local] if cards else str(local)
+
+
+def stand_alone() -> None:
+    """In a rank whose group is formed: nothing in its environment says any more that it is one, so that accelerate neither wraps
+    the model nor cuts the data."""
+    for name in (*_RANK_VARIABLES, "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
 def port_holder(port: int) -> str | None:
     """None when the port is free, else who listens there, as in ` by python (process 7)`; empty when that is hidden."""
     with socket.socket() as probe:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+    from .stages import Stage
+
 log = logging.getLogger(__name__)
 
 # DeepSeek's own names; a tokenizer that is trained here wears them too.
@@ -244,9 +246,14 @@ def load_dtype(config: Config, plan: Plan) -> torch.dtype:
     return torch.bfloat16 if keeps_bf16_weights(plan.optimizer, plan.strategy) else torch.float32
 
 
-def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel | PeftModel:
+def load_model(
+    source: str, config: Config, plan: Plan, tokenizer: PreTrainedTokenizerFast, stage: Stage | None = None
+) -> PreTrainedModel | PeftModel:
     """Weights of a folder, what of them is frozen, and the adapter beside them. Under ZeRO-3 each rank keeps its shard only,
     if the TrainingArguments exist already.
+
+    Args:
+        stage: of a pipeline: only its part of the model is loaded.
 
     Raises:
         CheckpointError: a weight is missing, unexpected or of another shape, or a file is broken.
@@ -256,19 +263,23 @@ def load_model(source: str, config: Config, plan: Plan, tokenizer: PreTrainedTok
     from transformers.utils import logging as transformers_logging
 
     from . import adapters
+    from .stages import load_cut
 
     adapters.check(config, source)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # what it would report is checked below, and said in one line
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=load_dtype(config, plan),
-            attn_implementation=config.model.attention,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are listed with the others, and refused below
+        options = {
+            "dtype": load_dtype(config, plan),
+            "attn_implementation": config.model.attention,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,  # so that they are listed with the others, and refused below
             **adapters.quantisation(config, plan),
-        )
+        }
+        if stage is None:
+            model, info = AutoModelForCausalLM.from_pretrained(source, **options)
+        else:
+            model, info = load_cut(source, stage, **options)
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"the model in {source} cannot be loaded: {type(error).__name__}: {reason}") from error

@@ -34,7 +34,7 @@ from .optimizers import Optimizer
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
 from .timing import Timing
-from .workload import accumulation_of, check_experts, loss_of
+from .workload import accumulation_of, check_experts, loss_of, stages_of
 
 CPU_RANKS = 3  # without a GPU: the three-card run in miniature
 
@@ -50,6 +50,8 @@ class Plan:
     micro_batch_size: int
     grad_accum_steps: int
     tokens_per_step: int
+    stages: tuple[int, ...]
+    """Layers of each stage under a pipeline strategy; otherwise empty."""
     loss: str
     """naive, or one that never holds the logits of a whole micro-batch: chunked (`losses.head_loss`) or liger."""
     deepspeed: dict | None
@@ -90,6 +92,21 @@ class Plan:
     def global_batch_size(self) -> int:
         return self.micro_batch_size * self.grad_accum_steps * self.world_size
 
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model share a batch."""
+        return self.world_size // max(1, len(self.stages))
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, in each replica."""
+        return self.grad_accum_steps * max(1, len(self.stages))
+
+    @property
+    def rows_at_once(self) -> int:
+        """That a rank reads: its micro-batch, of which all stages see the same; of several pipelines each takes its own rows."""
+        return self.micro_batch_size * (self.replicas if self.stages else 1)
+
     def steps_per_epoch(self, blocks: int) -> int:
         """Optimizer steps over `blocks` blocks: the last batch, rank and accumulation may be short."""
         batches_per_rank = math.ceil(math.ceil(blocks / self.micro_batch_size) / self.world_size)
@@ -104,6 +121,8 @@ class Plan:
         ranks = (
             f"{self.world_size} {'GPU' if self.device == 'cuda' else 'CPU'} rank{'s' if self.world_size > 1 else ''}"
         )
+        ranks += f", layers {' + '.join(map(str, self.stages))}" if self.stages else ""
+        ranks += f" x {self.replicas} pipelines" if self.stages and self.replicas > 1 else ""
         return (f"{self.strategy.name} on {ranks} | batch {self.global_batch_size} = {self.micro_batch_size} micro x "
                 f"{self.grad_accum_steps} accumulated x {self.world_size} | {self.tokens_per_step:,} tokens per step")  # fmt: skip
 
@@ -283,6 +302,7 @@ def plan_run(
         micro_batch_size=micro,
         grad_accum_steps=accumulation,
         tokens_per_step=micro * accumulation * world_size * config.data.seq_len,
+        stages=tuple(stages_of(config, shape, world_size)) if strategy.pipeline and shape is not None else (),
         loss=loss_of(config, shape),
         deepspeed=ds,
         ops=ops,

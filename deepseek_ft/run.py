@@ -365,10 +365,12 @@ def _routers(model: Any, config: Config, plan: Plan, tokenizer: Any) -> Routers 
 
 def train(task: _Task, plan: Plan) -> None:
     """One rank's part of the run, from the prepared materials to the saved model folder."""
+    if plan.strategy.pipeline and plan.device == "cuda":
+        launch.own_card()
     import numpy as np
     import torch
     import torch.distributed as dist
-    from transformers import set_seed
+    from transformers import TrainingArguments, set_seed
     from transformers.utils.logging import disable_progress_bar
 
     from . import adapters, experts
@@ -395,7 +397,15 @@ def train(task: _Task, plan: Plan) -> None:
 
         with contextlib.redirect_stdout(io.StringIO()):  # every rank would print that it found the op that was built
             deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    args = build_training_args(config, plan, run_dir, total_steps)
+    if plan.strategy.pipeline:
+        from .pipeline import HeadElsewhere, PipelineTrainer, RankArguments, meet
+
+        ranks = meet(plan.stages, plan.device)
+        launch.stand_alone()
+        stage, arguments, trainer_class, more = ranks.stage, RankArguments, PipelineTrainer, {"ranks": ranks}
+    else:
+        stage, arguments, trainer_class, more = None, TrainingArguments, FineTuneTrainer, {}
+    args = build_training_args(config, plan, run_dir, total_steps, arguments)
     main = args.process_index == 0
     if dist.is_initialized():
         dist.barrier()  # nobody creates the run's folder before everybody has looked for a free one
@@ -419,14 +429,20 @@ def train(task: _Task, plan: Plan) -> None:
                  total_steps / plan.steps_per_epoch(len(materials.train)), f"{len(materials.train):,}")  # fmt: skip
 
     set_seed(config.seed)
-    model = load_model(materials.model_source, config, plan, materials.tokenizer)
+    model = load_model(materials.model_source, config, plan, materials.tokenizer, stage)
     base = [p for p in model.parameters() if config.method.kind == "full" or not p.requires_grad]  # adapters are sharded later
     if plan.strategy.stage == 3 and not all(hasattr(p, "ds_id") for p in base):
         raise RunError("ZeRO-3 was planned, but the weights were loaded whole on every rank")
     check_weights(model, config, materials.model_source)
     trained_part = adapters.describe(model, config)
-    head = _head(model, config, plan, args.device)
-    routers = _routers(model, config, plan, materials.tokenizer)
+    if stage is not None:
+        from .stages import shared_table, total_over_stages
+
+        twice = shared_table(model, stage) if stage.last else None
+        mine = trained_part["parameters"] - (twice.numel() if twice is not None else 0)
+        trained_part["parameters"] = total_over_stages(mine, stage)
+    head = _head(model, config, plan, args.device) if stage is None or stage.last else HeadElsewhere()
+    routers = _routers(model, config, plan, materials.tokenizer) if stage is None else None
     if plan.strategy.stage == 3 and (leaves := experts.keep_whole(model)) and main:
         log.info("ZeRO-3 gathers %s as a whole: its experts are modules in a list", ", ".join(leaves))
     load_peak = from_all(peak_memory_bytes("cpu"))
@@ -435,9 +451,9 @@ def train(task: _Task, plan: Plan) -> None:
         for line in adapters.lines(trained_part, config):
             log.info("%s", line)
     bytes_of_token = np.array(token_bytes(materials.tokenizer, model.config.vocab_size, config.model.new_tokens))
-    trainer = FineTuneTrainer(
+    trainer = trainer_class(
         config=config, plan=plan, model=model, args=args, train_dataset=materials.train, eval_blocks=materials.eval, head=head,
-        routers=routers, bytes_of_token=bytes_of_token, processing_class=materials.tokenizer,
+        routers=routers, bytes_of_token=bytes_of_token, processing_class=materials.tokenizer, **more,
     )  # fmt: skip
     if materials.eval is not None and task.checkpoint is None:
         args.eval_on_start = True

@@ -22,7 +22,9 @@ from .precision import Numbers, check_types, types_in_use
 from .schedules import build_scheduler
 
 
-def build_training_args(config: Config, plan: Plan, run_dir: Path, total_steps: int) -> TrainingArguments:
+def build_training_args(
+    config: Config, plan: Plan, run_dir: Path, total_steps: int, kind: type[TrainingArguments] = TrainingArguments
+) -> TrainingArguments:
     """TrainingArguments of a planned run.
 
     Building them starts the process group and, under ZeRO-3, makes every later `from_pretrained` load shards only,
@@ -37,16 +39,16 @@ def build_training_args(config: Config, plan: Plan, run_dir: Path, total_steps: 
             # Otherwise accelerate rebuilds the optimizer that we pass, and its DeepSpeedCPUAdam is Adam with L2, not AdamW.
             deepspeed["zero_force_ds_cpu_optimizer"] = False
     optim, train = config.optim, config.train
-    return TrainingArguments(
+    return kind(
         output_dir=str(run_dir),
         use_cpu=plan.device == "cpu",  # without it Trainer sees one rank where DeepSpeed sees all
         deepspeed=deepspeed,
         seed=config.seed,
         data_seed=config.seed,
         max_steps=total_steps,
-        per_device_train_batch_size=plan.micro_batch_size,
+        per_device_train_batch_size=plan.rows_at_once,
         per_device_eval_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.grad_accum_steps,
+        gradient_accumulation_steps=plan.micro_batches,
         average_tokens_across_devices=True,
         learning_rate=optim.lr,
         weight_decay=optim.weight_decay,
@@ -89,6 +91,8 @@ class FineTuneTrainer(Trainer):
         """None for a dense model."""
         activations.apply(self.model, config.model)
         self.eval_blocks, self.bytes_of_token = eval_blocks, bytes_of_token
+        self.replica, self.replicas = self.args.process_index, self.args.world_size
+        """Which part of each batch is this rank's, and of how many."""
         self.last_block_nll: np.ndarray | None = None
         self._rounded_step: int | None = None
         self.target_tokens = torch.zeros((), dtype=torch.float64, device=self.args.device)
@@ -195,7 +199,7 @@ class FineTuneTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         samples, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.step_batches, self.step_targets = samples, 0 if targets is None else targets
-        self.step_tokens = sum(batch["input_ids"].numel() for batch in samples) * self.args.world_size
+        self.step_tokens = sum(batch["input_ids"].numel() for batch in samples) * self.replicas
         self.target_tokens += self.step_targets
         self.tokens += self.step_tokens
         self.numbers.begin_step()
@@ -211,13 +215,13 @@ class FineTuneTrainer(Trainer):
         with routers.watching(inputs):
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if routers.balance is not None:
-            loss = loss + routers.balance_loss() * self.args.world_size  # gradients are averaged over the ranks
+            loss = loss + routers.balance_loss() * self.replicas  # gradients are averaged over the ranks
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
         """The language-model loss, as it is reported; the balance loss is reported apart."""
         loss = super().training_step(*args, **kwargs)
-        return loss if self.routers is None else self.routers.taken_off(loss, self.args.world_size)
+        return loss if self.routers is None else self.routers.taken_off(loss, self.replicas)
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Trainer asks once per step, when the gradients of all ranks are together: the place to look at them."""
@@ -233,7 +237,7 @@ class FineTuneTrainer(Trainer):
         with self.autocast_smart_context_manager():
             self.last_block_nll = evaluation.block_nll(
                 self.model_wrapped, self.eval_blocks, self.args.per_device_eval_batch_size, self.args.device,
-                self.args.process_index, self.args.world_size, self.head,
+                self.replica, self.replicas, self.head,
             )  # fmt: skip
         figures = evaluation.summarise(self.last_block_nll, self.eval_blocks, self.bytes_of_token)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -283,6 +287,8 @@ class FineTuneTrainer(Trainer):
                 "bf16": config.train.precision == "bf16",
                 "decoupled_decay": True,
             }
+        elif plan.strategy.pipeline:
+            expected |= {"engine": "Pipeline", "stages": list(plan.stages)}
         elif plan.world_size > 1:
             expected["engine"] = "DistributedDataParallel"
         else:

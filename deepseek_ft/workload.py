@@ -366,6 +366,11 @@ def check_experts(config: Config, shape: ModelShape) -> None:
         raise ConfigError(listing("the recipe and the model do not go together", problems))
 
 
+def stages_of(config: Config, shape: ModelShape, world_size: int) -> list[int]:
+    """Layers of each stage of a pipeline."""
+    return list(config.stages) if config.stages is not None else shape.stages(world_size, config.data.seq_len)
+
+
 def loss_of(config: Config, shape: ModelShape | None) -> str:
     if config.train.loss == "auto":
         return "chunked" if shape is not None and shape.vocab_size >= LARGE_VOCABULARY else "naive"
