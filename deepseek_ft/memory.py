@@ -404,39 +404,57 @@ def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
         yield from part()
 
 
-def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each stage of a pipeline at its fullest: 1F1B keeps as many micro-batches in flight as stages follow, and its own.
+def _stage_parameters(load: Workload) -> list[int]:
+    """Of each stage of a pipeline: its layers', the table's of the first, norm's and head's of the last."""
+    shape = load.shape
+    table = shape.vocab_size * shape.hidden_size
+    each = [kind.parameters for kind in shape.kinds for _ in range(kind.count)]
+    found, start = [], 0
+    for size in load.stage_sizes:
+        found.append(sum(each[start : start + size]))
+        start += size
+    found[0] += table
+    found[-1] += shape.hidden_size + (table if len(found) > 1 or not shape.tied else 0)
+    return found
 
-    The bf16 weights are their own master (docs/planner.md): weights, gradients and moments of the stage's layers.
-    """
-    shape, e, t, p = load.shape, load.element, load.tokens, load.world_size
-    h, table = shape.hidden_size, shape.vocab_size * shape.hidden_size
+
+def _states(load: Workload, parameters: int) -> dict[str, float]:
+    """Of a stage: fp32 weights that are cast on the way, or bf16 weights that are their own master."""
+    element = FP32 if load.autocast else load.element
+    return {"weights": element * parameters, "gradients": element * parameters, "optimizer states": load.moment_bytes * parameters}
+
+
+def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each stage of a pipeline at its fullest: 1F1B keeps as many micro-batches in flight as stages follow, and its own."""
+    shape, e, t = load.shape, load.element, load.tokens
+    stream = FP32 if load.autocast else e
     kinds = [kind for kind in shape.kinds for _ in range(kind.count)]
+    sizes = load.stage_sizes
     start = 0
-    for stage, size in enumerate(shape.stages(p, load.seq_len)):
+    for stage, (size, parameters) in enumerate(zip(sizes, _stage_parameters(load), strict=True)):
         mine, start = kinds[start : start + size], start + size
-        last = stage == p - 1
-        parameters = sum(kind.parameters for kind in mine) + table * (
-            (stage == 0) + (last and (p > 1 or not shape.tied))
-        )
+        last = stage == len(sizes) - 1
         tapes = [layer_tape(load, kind) for kind in {id(k): k for k in mine}.values()]
-        flying = min(p - stage, load.grad_accum_steps * p)
+        flying = min(len(sizes) - stage, load.grad_accum_steps * len(sizes))
         working = max(sum(op.saves for op in tape) + max(op.work for op in tape) for tape in tapes) if load.checkpointing else max(
             op.work for tape in tapes for op in tape
         )  # fmt: skip
-        each = e * h * size if load.checkpointing else sum(sum(op.saves for op in layer_tape(load, k)) for k in mine)
-        loss = 0.0
-        if last:
-            loss = max(_loss_bytes(load, 0.0)[:2])  # the head's gradient is counted with the others
-        yield f"stage {stage} of {p} ({size} layers)", {
-            "weights": e * parameters, "gradients": e * parameters, "optimizer states": load.moment_bytes * parameters,
-            "activations": flying * t * each, "working memory": t * working, "logits and loss": loss,
-            "communication buffers": 4 * e * t * h,
+        # What enters a layer is kept, that of the first in its receive buffer.
+        each = stream * shape.hidden_size * size if load.checkpointing else sum(sum(op.saves for op in layer_tape(load, k)) for k in mine)
+        loss = max(_loss_bytes(load, 0.0)[:2]) if last else 0.0  # the head's gradient is counted with the others
+        # What leaves waits for its gradient; that comes into one buffer and another leaves.
+        exchanged = stream * t * shape.hidden_size * ((not last) * (flying + 1) + (stage > 0))
+        casts = e * parameters if load.autocast else 0.0
+        yield f"stage {stage} of {len(sizes)} ({size} layers)", _states(load, parameters) | {
+            "activations": flying * t * each, "working memory": t * working + casts, "logits and loss": loss,
+            "communication buffers": exchanged,
         }  # fmt: skip
 
 
 def resident_bytes(load: Workload) -> tuple[float, float]:
     """What stays on a card from the first step to the last, and on the host: a lower bound that costs nothing."""
+    if load.strategy.pipeline:
+        return sum(_states(load, max(_stage_parameters(load))).values()), 0.0
     load = _on_one_card(load)
     return sum(_resident(load).values()), load.ranks_here * sum(_offloaded(load).values())
 

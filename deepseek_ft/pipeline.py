@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import TrainingArguments
 
 from . import stages
-from .data.blocks import IGNORED, collate
+from .data.blocks import IGNORED
+from .ranks import from_all
 from .stages import Stage
 from .trainer import FineTuneTrainer
 
@@ -80,13 +82,35 @@ class RankArguments(TrainingArguments):
 # --------------------------------------------------------------------------------------------------------- the engine
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Of one micro-batch through one stage: F forward, B backward; begin and end on the clock, or as the card's events."""
+
+    kind: str
+    micro_batch: int
+    begin: Any
+    end: Any
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin if isinstance(self.end, float) else self.begin.elapsed_time(self.end) / 1e3
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class _Station(PipelineStage):
     """torch's stage with as many receive buffers as micro-batches are in flight here, not as a step has: for 32 of 4,096 tokens and
     4,096 features that is 2 GiB less on a stage between two others. And with a trace."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.trace: list[tuple[str, int, float, float]] = []
+        self.trace: list[Pass] = []
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         flying = min(num_microbatches, self.num_stages - self.stage_index)
@@ -100,9 +124,9 @@ class _Station(PipelineStage):
 
     @contextlib.contextmanager
     def _traced(self, kind: str, chunk: int) -> Iterator[None]:
-        begun = time.perf_counter()
+        begun = _now(self.device)
         yield
-        self.trace.append((kind, chunk, begun, time.perf_counter()))
+        self.trace.append(Pass(kind, chunk, begun, _now(self.device)))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
         with self._traced("F", fwd_chunk_id):
@@ -131,8 +155,8 @@ class Pipeline(nn.Module):
         """Whether what comes in needs a gradient: a stage before it trains something."""
         self.gives_gradients = any(trained[: self.stage.index + 1])
         self.table = stages.shared_table(self.base, self.stage)
-        self.trace: list[tuple[str, int, float, float]] = []
-        """Of the last step, in order: F or B, the micro-batch, begin and end on this rank's clock."""
+        self.trace: list[Pass] = []
+        """Of the last step, in the order in which it ran."""
         self._schedules: dict[tuple[int, ...], tuple[_Station, Schedule1F1B]] = {}
         self._batches: Sequence[dict] = ()
         self._items: torch.Tensor | None = None
@@ -250,11 +274,12 @@ class HeadElsewhere:
 # --------------------------------------------------------------------------------------------------------- the trace
 
 
-def idle_share(orders: Sequence[Sequence[tuple[str, int]]], seconds: dict[str, float]) -> float:
-    """The share of a step that stages wait, when each forward and backward pass takes `seconds` and nothing else takes any.
+def idle_share(orders: Sequence[Sequence[tuple[str, int]]], seconds: Sequence[Mapping[str, float]]) -> float:
+    """The share of a step that stages wait for each other, when nothing but their passes takes time.
 
     Args:
-        orders: of each stage, its passes in the order in which it ran them: ("F" or "B", micro-batch).
+        orders: of each stage, its passes in the order in which it ran them: (F or B, micro-batch).
+        seconds: of each stage, how long a forward and a backward pass take.
 
     Returns:
         1 - busy / (stages x makespan). For equal stages and 1F1B that is (p - 1) / (m + p - 1) with p stages and m
@@ -272,12 +297,12 @@ def idle_share(orders: Sequence[Sequence[tuple[str, int]]], seconds: dict[str, f
                 if needs is not None and needs not in done:
                     break
                 begin = max(clock[stage], done.get(needs, 0.0))
-                clock[stage] = done[stage, kind, chunk] = begin + seconds[kind]
+                clock[stage] = done[stage, kind, chunk] = begin + seconds[stage][kind]
                 at[stage] += 1
                 moved = True
         if not moved:
             raise ValueError("the stages wait for each other in a circle")
-    busy = sum(seconds[kind] for order in orders for kind, _ in order)
+    busy = sum(seconds[stage][kind] for stage, order in enumerate(orders) for kind, _ in order)
     return 1 - busy / (len(orders) * max(clock))
 
 
@@ -354,8 +379,24 @@ class PipelineTrainer(FineTuneTrainer):
         super()._save_rng_state(output_dir)
         dist.barrier()  # trainer_state.json, which comes next, says that all is there
 
+    # ----------------------------------------------------------------------------------------------------- what ran
+
     def engine_facts(self) -> dict:
         return super().engine_facts() | {"stages": list(self.stage.sizes), "replicas": self.stage.replicas}
+
+    def gathered_facts(self) -> dict:
+        """The stages of the first replica side by side, and the share of the last step that they waited, by its trace."""
+        trace = self.pipeline.trace
+        mine = {
+            "layers": [self.stage.layers.start, self.stage.layers.stop - 1],
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "order": [(each.kind, each.micro_batch) for each in trace],
+            "seconds": {kind: statistics.median([each.seconds for each in trace if each.kind == kind] or [0.0]) for kind in "FB"},
+        }
+        found = from_all(mine)[: self.stage.count]
+        orders, seconds = [each.pop("order") for each in found], [each["seconds"] for each in found]
+        return {"pipeline": {"stages": found, "micro_batches": sum(kind == "F" for kind, _ in orders[0]),
+                             "idle_share": idle_share(orders, seconds) if all(orders) else None}}  # fmt: skip
 
 
 def optimizer_file(folder: Path, stage: Stage) -> Path:

@@ -473,6 +473,7 @@ def train(task: _Task, plan: Plan) -> None:
     save_model_folder(trainer, materials.tokenizer, run_dir / "model")
     peak = from_all(peak_memory_bytes(plan.device))
     host_peak = from_all(peak_memory_bytes("cpu"))
+    more_facts = trainer.gathered_facts()
     if main:
         metrics = read_metrics(run_dir / "metrics.jsonl")
         losses = [m["loss"] for m in metrics if "loss" in m]
@@ -488,6 +489,7 @@ def train(task: _Task, plan: Plan) -> None:
             "status": "trained",
             **{k: facts[k] for k in ("engine", "zero_stage", "world_size")},
             "engine_facts": facts,
+            **more_facts,
             "precision": facts["precision"],
             "trained": trained_part,
             "steps": trainer.state.global_step,

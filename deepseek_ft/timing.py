@@ -238,20 +238,24 @@ def _pipeline_parts(
     Args:
         micro: seconds of one micro-batch through the whole model on one card.
     """
-    shape, p = load.shape, load.world_size
-    sizes = shape.stages(p, load.seq_len)
+    shape, sizes = load.shape, load.stage_sizes
+    p = len(sizes)
+    replicas = load.world_size // p
     micro_batches = load.grad_accum_steps * p  # the step of a data-parallel run with the same settings
     layer = 4 * 2 * (shape.active_parameters - shape.embedding_parameters) / shape.layers
     head = 6 * shape.vocab_size * shape.hidden_size
     costs = [size * layer for size in sizes]
     costs[-1] += head
     slowest = max(costs) / sum(costs)
-    boundary = 2 * load.tokens * shape.hidden_size * load.element / c["collective_bytes_per_second"]
-    touched = 2 * load.strategy.master_bytes + 2 * load.moment_bytes + 2 * load.element
+    element = 4 if load.autocast else load.element
+    boundary = 2 * load.tokens * shape.hidden_size * element / c["collective_bytes_per_second"]
+    touched = 2 * element + 2 * load.moment_bytes + 2 * element
     parts = {name: micro_batches * slowest * seconds for name, seconds in micro.items()}
     parts["GPU memory"] = parts.get("GPU memory", 0.0) + shape.parameters / p * touched / bandwidth
     parts["pipeline bubble"] = (p - 1) * slowest * sum(micro.values())
     parts["collectives"] = (micro_batches + p - 1) * boundary
+    # Each stage adds its gradients up over its replicas, a ring, once a step.
+    parts["collectives"] += 2 * (replicas - 1) / replicas * element * shape.parameters / p / c["collective_bytes_per_second"]
     return parts
 
 

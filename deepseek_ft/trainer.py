@@ -265,6 +265,10 @@ class FineTuneTrainer(Trainer):
             }
         return facts | {"precision": types_in_use(self)}
 
+    def gathered_facts(self) -> dict:
+        """What no rank knows alone, for run.json. Collective."""
+        return {}
+
     def assert_planned(self) -> dict:
         """Compare what runs with the plan, once everything is wrapped and before the first step.
 

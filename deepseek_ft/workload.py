@@ -74,6 +74,8 @@ class Workload:
     micro_batch_size: int
     seq_len: int
     grad_accum_steps: int = 1
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline; empty: one stage a rank."""
     precision: str = "bf16"
     checkpointing: bool = True
     loss: str = "naive"
@@ -135,6 +137,11 @@ class Workload:
             weights = {name: (shape, kind.count) for name, shape in kind.weights.items()}
             total += states_bytes(self.optimizer, weights, element, self.optimizer_rank)
         return total / self.shape.parameters
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Layers of each stage of a pipeline."""
+        return self.stages or tuple(self.shape.stages(self.world_size, self.seq_len))
 
     @property
     def recomputed(self) -> list[bool]:
@@ -402,6 +409,7 @@ def workload_of(config: Config, shape: ModelShape, strategy: Strategy, world_siz
         micro_batch_size=config.train.micro_batch_size,
         seq_len=config.data.seq_len,
         grad_accum_steps=accumulation,
+        stages=tuple(stages_of(config, shape, world_size)) if strategy.pipeline else (),
         precision=config.train.precision,
         checkpointing=config.model.gradient_checkpointing,
         loss=loss_of(config, shape),

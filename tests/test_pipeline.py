@@ -1,0 +1,210 @@
+"""Layers in stages: a model cut down, torch's schedule as it runs, and runs that are the runs of one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import cli, train
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from deepseek_ft.pipeline import idle_share
+from deepseek_ft.report import read_metrics
+from deepseek_ft.shapes import preset_config, shape_from_config
+from deepseek_ft.stages import Stage, load_cut
+
+MODELS = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-v2", "tiny-v3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made: dict[tuple, tuple] = {}
+
+    def make(name: str, tied: bool = False):
+        if (name, tied) not in made:
+            config = preset_config(name, 300) | {"tie_word_embeddings": tied}
+            kind = config.pop("model_type")
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
+            path = tmp_path_factory.mktemp(name)
+            model.save_pretrained(path)
+            made[name, tied] = model, path
+        return made[name, tied]
+
+    return make
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_stage_holds_its_own_weights_and_no_others(name, tied, folder):
+    """Together they are the model; a tied table is with the first and the last."""
+    whole, path = folder(name, tied)
+    layers = whole.config.num_hidden_layers
+    sizes = (1, layers - 2, 1) if layers > 2 else (1, 1)
+    found: dict[str, int] = {}
+    for rank in range(len(sizes)):
+        stage = Stage(rank, sizes)
+        part, info = load_cut(str(path), stage, dtype=torch.float32, output_loading_info=True)
+        assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert type(part).__name__ == type(whole).__name__
+        for parameter, tensor in part.named_parameters():
+            assert torch.equal(tensor, whole.get_parameter(parameter)), parameter
+            found[parameter] = found.get(parameter, 0) + 1
+        mine = {int(n.split(".")[2]) for n, _ in part.named_parameters() if n.startswith("model.layers.")}
+        assert mine == set(stage.layers)
+    assert found.keys() == dict(whole.named_parameters()).keys()
+    twice = [n for n, count in found.items() if count > 1]
+    assert twice == (["model.embed_tokens.weight"] if tied else [])
+
+
+def orders_of_1f1b(stages: int, micro_batches: int) -> list[list[tuple[str, int]]]:
+    """As it is published (arXiv:2104.04473 figure 4)."""
+    orders = []
+    for stage in range(stages):
+        ahead = min(micro_batches, stages - stage)
+        order = [("F", i) for i in range(ahead)]
+        for i in range(micro_batches):
+            order.append(("B", i))
+            if ahead + i < micro_batches:
+                order.append(("F", ahead + i))
+        orders.append(order)
+    return orders
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 7), (3, 3), (3, 12), (3, 96), (4, 8), (1, 5)])
+def test_equal_stages_idle_as_the_formula_says(stages, micro_batches):
+    equal = [{"F": 1.0, "B": 2.0}] * stages
+    expected = (stages - 1) / (micro_batches + stages - 1)
+    assert idle_share(orders_of_1f1b(stages, micro_batches), equal) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_slow_stage_lets_the_others_wait():
+    seconds = [{"F": 1.0, "B": 2.0}, {"F": 2.0, "B": 4.0}]
+    assert idle_share(orders_of_1f1b(2, 100), seconds) == pytest.approx(0.25, abs=0.01)
+    with pytest.raises(ValueError, match="circle"):
+        idle_share([[("B", 0), ("F", 0)]], [{"F": 1.0, "B": 1.0}])
+
+
+# ------------------------------------------------------------------------------------------------------------ runs
+
+
+def rows_of(run: dict) -> list[dict]:
+    return [row for row in read_metrics(run["folder"] / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def single(tiny_recipe, tmp_path_factory):
+    """A run of one process."""
+    done: dict[tuple, dict] = {}
+
+    def run(*words: str) -> dict:
+        if words not in done:
+            one = (w.replace("pipeline_bf16", "single") for w in words)
+            done[words] = train(tiny_recipe, "strategy=single", "train.micro_batch_size=2", *one, cwd=tmp_path_factory.mktemp("single"))
+        return done[words]
+
+    return run
+
+
+def same_curve(run: dict, reference: dict, loss: float = 1e-5, norm: float = 1e-4) -> None:
+    found, expected = rows_of(run), rows_of(reference)
+    assert len(found) == len(expected) > 1 and expected[-1]["loss"] < expected[0]["loss"] - 0.1
+    for a, b in zip(found, expected, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=loss) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=norm), a["step"]
+        assert a["learning_rate"] == b["learning_rate"]
+    for moment in ("before", "after"):
+        assert run[moment]["loss"] == pytest.approx(reference[moment]["loss"], rel=loss)
+    assert run["trained"]["parameters"] == reference["trained"]["parameters"]
+
+
+def slow(*values, id: str):
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
+CASES = [
+    pytest.param("tiny-v3", 3, (), id="v3"),
+    slow("tiny-llama", 3, (), id="llama"),
+    slow("tiny-llama", 2, ("stages=[2,1]",), id="llama-two-stages"),
+    slow("tiny-qwen2", 3, (), id="qwen2"),
+    slow("tiny-qwen3", 3, ("train.loss=chunked", "model.gradient_checkpointing=true"), id="qwen3-chunked-checkpointed"),
+    slow("tiny-v2", 3, ("train.loss=chunked",), id="v2-chunked"),
+    slow("tiny-v3", 3, ("optim.name=adamw_8bit",), id="v3-8bit-states"),
+    slow("tiny-v3", 3, ("optim.max_grad_norm=0",), id="v3-not-clipped"),
+    slow("tiny-v3", 3, ("method.freeze=[embed_tokens,layers.0-1]",), id="v3-first-stages-frozen"),
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("model", "ranks", "words"), CASES)
+def test_a_pipelines_run_is_the_run_of_one_process(model, ranks, words, single, tiny_recipe, tmp_path):
+    words = (f"model.path=preset:{model}", *words)
+    reference = single(*(w for w in words if not w.startswith("stages")), "train.grad_accum_steps=3", "train.global_batch_size=null")
+    run = train(tiny_recipe, *words, "strategy=pipeline", f"ranks={ranks}", "train.micro_batch_size=2", cwd=tmp_path)
+    same_curve(run, reference)
+    facts, shape = run["engine_facts"], shape_from_config(json.loads((run["folder"] / "model/config.json").read_text()))
+    assert (facts["engine"], facts["world_size"], len(facts["stages"])) == ("Pipeline", ranks, ranks) and sum(facts["stages"]) == shape.layers
+    held = [stage["parameters"] for stage in run["pipeline"]["stages"]]
+    assert sum(held) == shape.parameters + (shape.vocab_size * shape.hidden_size if shape.tied else 0)
+    assert max(held) < shape.parameters and 0 < run["pipeline"]["idle_share"] < 1
+    index = json.loads((run["folder"] / "model/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == ranks and not list(run["folder"].glob("model/.stage*"))
+
+
+@pytest.mark.ranks
+def test_two_pipelines_of_two_stages(single, tiny_recipe, tmp_path):
+    """Four ranks; each pipeline has half of every micro-batch's rows, and an epoch's last step is short."""
+    words = ("model.path=preset:tiny-llama", "train.max_steps=8")
+    reference = single(*words, "train.global_batch_size=8")
+    run = train(tiny_recipe, *words, "strategy=pipeline", "ranks=4", "stages=[1,2]", "train.micro_batch_size=2",
+                "train.global_batch_size=8", cwd=tmp_path)  # fmt: skip
+    same_curve(run, reference)
+    assert run["engine_facts"]["replicas"] == 2 and len(run["pipeline"]["stages"]) == 2 and run["tokens"] == reference["tokens"]
+
+
+@pytest.mark.ranks
+def test_a_resumed_pipeline_goes_on_as_if_it_had_not_stopped(tiny_recipe, tmp_path):
+    words = ("strategy=pipeline", "train.save_steps=4", "train.save_total_limit=2")
+    straight = train(tiny_recipe, *words, cwd=tmp_path)
+    folder = straight["folder"]
+    checkpoint = folder / "checkpoint-4"
+    assert len(list(checkpoint.glob("optimizer-*-of-00003.pt"))) == 3 and len(list(checkpoint.glob("rng_state_*.pth"))) == 3
+    shutil.rmtree(folder / "checkpoint-8")
+    shutil.rmtree(folder / "model")
+    record = {k: v for k, v in straight.items() if k != "folder"} | {"status": "running"}
+    (folder / "run.json").write_text(json.dumps(record))
+    resumed = train(tiny_recipe, *words, "--resume", cwd=tmp_path)
+    assert [r["loss"] for r in rows_of(resumed)] == [r["loss"] for r in rows_of(straight)]
+    assert resumed["after"]["loss"] == straight["after"]["loss"]
+    (checkpoint / "optimizer-00002-of-00003.pt").unlink()
+    (folder / "run.json").write_text(json.dumps(record))
+    shutil.rmtree(folder / "checkpoint-8")
+    broken = cli("train", tiny_recipe, *words, "--resume", cwd=tmp_path)
+    assert broken.returncode == 2 and "optimizer-00002-of-00003.pt is missing" in broken.stdout, broken.stdout[-1500:]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["pipeline_bf16", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_in_bf16(strategy, single, tiny_recipe, tmp_path):
+    """Under `pipeline_bf16` weights are bf16 and updates rounded stochastically, with other numbers than in one process."""
+    words = ("train.precision=bf16", "optim.lr=1e-3", f"optim.name={'adamw_bf16' if strategy == 'pipeline_bf16' else 'adamw'}")
+    reference = single(*words, "train.global_batch_size=6")
+    run = train(tiny_recipe, *words, f"strategy={strategy}", cwd=tmp_path)
+    same_curve(run, reference, loss=2e-3, norm=5e-2)
+    assert run["precision"]["parameters"] == ("bf16" if strategy == "pipeline_bf16" else "fp32")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("stages=[2,2]",), "stages=[2, 2] is not a cut of 3 layers"),
+     (("stages=[2,1]",), "needs a number of ranks that 2 divides, and there are 3"),
+     (("ranks=5",), "3 layers, 5 ranks"),
+     (("model.new_tokens=['<a>']",), "cannot add tokens"),
+     (("train.precision=fp16",), "runs in bf16 or fp32 only, got train.precision=fp16"),
+     (("method.kind=lora",), "trains every weight")],
+)  # fmt: skip
+def test_what_a_pipeline_cannot_do_is_said_at_once(words, said, tiny_recipe, tmp_path):
+    done = cli("train", tiny_recipe, "strategy=pipeline", "train.global_batch_size=null", *words, cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stdout and "Traceback" not in done.stdout, done.stdout
+    assert not (tmp_path / "runs").exists()
