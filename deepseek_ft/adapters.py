@@ -241,8 +241,13 @@ class GradientCheck(TrainerCallback):
     by mistake. `lora_A` has a gradient of zero as long as its `lora_B` is zero, so of it only that one came is asked.
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, ranks: Any = None, alone: bool = False):
+        """
+        Args:
+            ranks: the group of those that train the same tensors; all of them when not given.
+            alone: there is no other.
+        """
+        self.model, self.ranks, self.alone = model, ranks, alone
         self.handles: list[Any] = []
         self.seen: dict[str, torch.Tensor] = {}
 
@@ -270,8 +275,8 @@ class GradientCheck(TrainerCallback):
             if name in self.seen:
                 counts[i] = 1 + self.seen[name].int()
         self.seen = {}
-        if torch.distributed.is_initialized():  # an expert's tokens may all be on another rank
-            torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX)
+        if torch.distributed.is_initialized() and not self.alone:  # an expert's tokens may all be on another rank
+            torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=self.ranks)
         lost = [
             f"{name}: {'only zeros' if count else 'none came'}"
             for name, count in zip(names, counts.tolist(), strict=True)

@@ -249,7 +249,7 @@ def build(optimizer: Optimizer, model: torch.nn.Module, decayed: set[str], optim
             {"params": [p for n, p in named if chosen(n) and (n in decayed) == decays], "weight_decay": decay, **more}
             for decays, decay in ((True, optim.weight_decay), (False, 0.0))
         ]
-        return [group for group in both if group["params"]]
+        return [group for group in both if group["params"]] or both[:1]  # of a pipeline's stage all may be frozen
 
     adam = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
     if optimizer.name == "adamw":

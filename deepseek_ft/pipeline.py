@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import TrainingArguments
 
-from . import stages
+from . import adapters, stages
 from .data.blocks import IGNORED
 from .ranks import from_all
 from .stages import Stage
@@ -380,6 +380,9 @@ class PipelineTrainer(FineTuneTrainer):
         dist.barrier()  # trainer_state.json, which comes next, says that all is there
 
     # ----------------------------------------------------------------------------------------------------- what ran
+
+    def gradient_check(self) -> adapters.GradientCheck:
+        return adapters.GradientCheck(self.model, self.ranks.twins, alone=self.ranks.twins is None)
 
     def engine_facts(self) -> dict:
         return super().engine_facts() | {"stages": list(self.stage.sizes), "replicas": self.stage.replicas}

@@ -463,7 +463,7 @@ def train(task: _Task, plan: Plan) -> None:
     run_log = RunLog(trainer, run_dir / "metrics.jsonl", resumed_from=task.checkpoint)
     trainer.add_callback(run_log)
     if trained_part["parameters"] < trained_part["all_parameters"]:
-        trainer.add_callback(adapters.GradientCheck(model))
+        trainer.add_callback(trainer.gradient_check())
 
     trainer.train(resume_from_checkpoint=str(task.checkpoint) if task.checkpoint else None)
 

@@ -265,6 +265,9 @@ class FineTuneTrainer(Trainer):
             }
         return facts | {"precision": types_in_use(self)}
 
+    def gradient_check(self) -> adapters.GradientCheck:
+        return adapters.GradientCheck(self.model)
+
     def gathered_facts(self) -> dict:
         """What no rank knows alone, for run.json. Collective."""
         return {}

@@ -102,7 +102,7 @@ def single(tiny_recipe, tmp_path_factory):
     def run(*words: str) -> dict:
         if words not in done:
             one = (w.replace("pipeline_bf16", "single") for w in words)
-            done[words] = train(tiny_recipe, "strategy=single", "train.micro_batch_size=2", *one, cwd=tmp_path_factory.mktemp("single"))
+            done[words] = train(tiny_recipe, "strategy=single", *one, cwd=tmp_path_factory.mktemp("single"))
         return done[words]
 
     return run
@@ -126,7 +126,7 @@ def slow(*values, id: str):
 CASES = [
     pytest.param("tiny-v3", 3, (), id="v3"),
     slow("tiny-llama", 3, (), id="llama"),
-    slow("tiny-llama", 2, ("stages=[2,1]",), id="llama-two-stages"),
+    slow("tiny-llama", 2, ("stages=[2,1]", "train.micro_batch_size=1"), id="llama-two-stages"),
     slow("tiny-qwen2", 3, (), id="qwen2"),
     slow("tiny-qwen3", 3, ("train.loss=chunked", "model.gradient_checkpointing=true"), id="qwen3-chunked-checkpointed"),
     slow("tiny-v2", 3, ("train.loss=chunked",), id="v2-chunked"),
@@ -140,8 +140,8 @@ CASES = [
 @pytest.mark.parametrize(("model", "ranks", "words"), CASES)
 def test_a_pipelines_run_is_the_run_of_one_process(model, ranks, words, single, tiny_recipe, tmp_path):
     words = (f"model.path=preset:{model}", *words)
-    reference = single(*(w for w in words if not w.startswith("stages")), "train.grad_accum_steps=3", "train.global_batch_size=null")
-    run = train(tiny_recipe, *words, "strategy=pipeline", f"ranks={ranks}", "train.micro_batch_size=2", cwd=tmp_path)
+    reference = single(*(w for w in words if not w.startswith("stages")))
+    run = train(tiny_recipe, *words, "strategy=pipeline", f"ranks={ranks}", cwd=tmp_path)
     same_curve(run, reference)
     facts, shape = run["engine_facts"], shape_from_config(json.loads((run["folder"] / "model/config.json").read_text()))
     assert (facts["engine"], facts["world_size"], len(facts["stages"])) == ("Pipeline", ranks, ranks) and sum(facts["stages"]) == shape.layers
@@ -157,8 +157,7 @@ def test_two_pipelines_of_two_stages(single, tiny_recipe, tmp_path):
     """Four ranks; each pipeline has half of every micro-batch's rows, and an epoch's last step is short."""
     words = ("model.path=preset:tiny-llama", "train.max_steps=8")
     reference = single(*words, "train.global_batch_size=8")
-    run = train(tiny_recipe, *words, "strategy=pipeline", "ranks=4", "stages=[1,2]", "train.micro_batch_size=2",
-                "train.global_batch_size=8", cwd=tmp_path)  # fmt: skip
+    run = train(tiny_recipe, *words, "strategy=pipeline", "ranks=4", "stages=[1,2]", "train.global_batch_size=8", cwd=tmp_path)
     same_curve(run, reference)
     assert run["engine_facts"]["replicas"] == 2 and len(run["pipeline"]["stages"]) == 2 and run["tokens"] == reference["tokens"]
 
