@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ from .recipe import resource_dir
 from .shapes import ModelShape
 from .strategies import Strategy
 from .timing import Timing, estimate_time
-from .workload import workload_of
+from .workload import Workload, splits_of, workload_of
 
 MARGIN = 0.95
 """Share of the usable memory that `auto` fills: estimates are not promises."""
@@ -40,6 +41,8 @@ class Candidate:
     fullness: float = 0.0
     """The largest share of what there is that it would take, of a card or the host. Above 1 it does not fit."""
     optimizer: Optimizer = OPTIMIZERS["adamw"]
+    stages: tuple[int, ...] = ()
+    """Layers of each stage of a pipeline."""
 
     @property
     def rounding(self) -> str:
@@ -163,14 +166,21 @@ def assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_s
         return Candidate(strategy, reasons=tuple(reasons), forbidden=bool(reasons), optimizer=optimizer)
     if deepspeed is None and strategy.deepspeed:
         deepspeed = shipped(strategy.name)
-    load = workload_of(config, shape, strategy, world_size, accumulation, hardware, deepspeed)
+    load: Workload | None = None
     checkpoints = config.train.save_total_limit + 1 if config.train.save_steps else 0
-    memory = estimate(load, checkpoints)
-    shares = list(_short_of(memory, hardware, world_size))
+    for split in splits_of(config, shape, strategy, world_size):
+        tried = workload_of(config, shape, strategy, world_size, accumulation, hardware, deepspeed, split)
+        held = estimate(tried, checkpoints)
+        short = list(_short_of(held, hardware, world_size))
+        fits = all(share <= 1 for _, share in short)
+        if fits or load is None:  # the fastest split that fits; where none does, the fastest
+            load, memory, shares = tried, held, short
+        if fits:
+            break
     hopeless = bool(reasons)
     reasons += [reason for reason, share in shares if share > 1]
     fullness = max(share for _, share in shares)
-    return Candidate(strategy, memory, estimate_time(load, hardware), tuple(reasons), hopeless, fullness, optimizer)
+    return Candidate(strategy, memory, estimate_time(load, hardware), tuple(reasons), hopeless, fullness, optimizer, load.stages)
 
 
 def states_fit(
@@ -180,8 +190,13 @@ def states_fit(
     if not can_choose(strategy, world_size):
         return False
     deepspeed = shipped(strategy.name) if strategy.deepspeed else None
-    card, host = resident_bytes(workload_of(config, shape, strategy, world_size, accumulation, hardware, deepspeed))
-    return (not hardware.gpus or card <= usable_gpu_bytes(hardware, world_size)) and host <= usable_host_bytes(hardware)
+    room = usable_gpu_bytes(hardware, world_size) if hardware.gpus else math.inf
+    for split in splits_of(config, shape, strategy, world_size):
+        load = workload_of(config, shape, strategy, world_size, accumulation, hardware, deepspeed, split)
+        card, host = resident_bytes(load)
+        if card <= room and host <= usable_host_bytes(hardware):
+            return True
+    return False
 
 
 def can_choose(strategy: Strategy, world_size: int) -> bool:

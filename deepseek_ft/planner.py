@@ -34,7 +34,7 @@ from .optimizers import Optimizer
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
 from .timing import Timing
-from .workload import accumulation_of, check_experts, loss_of, stages_of
+from .workload import accumulation_of, check_experts, loss_of
 
 CPU_RANKS = 3  # without a GPU: the three-card run in miniature
 
@@ -302,7 +302,7 @@ def plan_run(
         micro_batch_size=micro,
         grad_accum_steps=accumulation,
         tokens_per_step=micro * accumulation * world_size * config.data.seq_len,
-        stages=tuple(stages_of(config, shape, world_size)) if strategy.pipeline and shape is not None else (),
+        stages=next(c for c in candidates if c.strategy == strategy).stages,
         loss=loss_of(config, shape),
         deepspeed=ds,
         ops=ops,

@@ -206,27 +206,29 @@ class ModelShape:
         return dataclasses.replace(self, heads=self.heads // degree, kv_heads=self.kv_heads // degree, kinds=kinds)
 
     def stages(self, count: int, seq_len: int) -> list[int]:
-        """Layers of each pipeline stage: the split whose slowest stage is the fastest, the head's work counted.
+        """Layers of each pipeline stage: the first of `splits`; empty when there are fewer layers than stages."""
+        return next(iter(self.splits(count, seq_len)), [])
 
-        Among equals the first stage is the shortest: it also holds the embedding, and the most micro-batches at once.
-        Empty when there are fewer layers than stages.
+    def splits(self, count: int, seq_len: int) -> list[list[int]]:
+        """Ways to cut the layers into so many stages, the one whose slowest stage is the fastest first, the head's work counted;
+        with the near ones behind it, which may fit where that does not: the first stage also holds the embedding.
+
+        Among equals the first stage is the shortest: it has the most micro-batches at once.
         """
         layer = 4 * 2 * (self.active_parameters - self.embedding_parameters) / self.layers
         layer += 4 * 2 * self.attention_width * seq_len
-        head = 6 * self.vocab_size * self.hidden_size
-        best = None
-        for last in range(1, self.layers + 1):
-            rest = self.layers - last
-            front = max(1, count - 1)
-            sizes = [rest // front + (i >= front - rest % front) for i in range(count - 1)]
-            if count > 1 and min(sizes, default=0) < 1:
-                continue
-            if count == 1 and last != self.layers:
-                continue
-            slowest = max([size * layer for size in sizes] + [last * layer + head])
-            if best is None or (slowest, sizes[:1]) < best[0]:
-                best = (slowest, sizes[:1]), [*sizes, last]
-        return best[1] if best else []
+        head = 6 * self.vocab_size * self.hidden_size / layer
+        found = []
+        share = (self.layers + head) / count
+        for first in {max(1, round(share) + d) for d in range(-4, 3)} if count > 1 else {0}:
+            for last in {max(1, round(share - head) + d) for d in range(-4, 4)} if count > 1 else {self.layers}:
+                middle, rest = count - 2, self.layers - first - last
+                if rest < max(0, middle) or (middle < 1 and rest != 0):
+                    continue
+                between = [rest // middle + (i >= middle - rest % middle) for i in range(middle)] if middle > 0 else []
+                sizes = [first, *between, last] if count > 1 else [last]
+                found.append((max([*sizes[:-1], last + head]), first, sizes))
+        return [sizes for _, _, sizes in sorted(found)]
 
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

@@ -373,9 +373,11 @@ def check_experts(config: Config, shape: ModelShape) -> None:
         raise ConfigError(listing("the recipe and the model do not go together", problems))
 
 
-def stages_of(config: Config, shape: ModelShape, world_size: int) -> list[int]:
-    """Layers of each stage of a pipeline."""
-    return list(config.stages) if config.stages is not None else shape.stages(world_size, config.data.seq_len)
+def splits_of(config: Config, shape: ModelShape, strategy: Strategy, world_size: int) -> list[tuple[int, ...]]:
+    """Layers of each stage of a pipeline: the ways that there are, the fastest first; one, without stages, of other strategies."""
+    if not strategy.pipeline:
+        return [()]
+    return [tuple(config.stages)] if config.stages is not None else [tuple(s) for s in shape.splits(world_size, config.data.seq_len)]
 
 
 def loss_of(config: Config, shape: ModelShape | None) -> str:
@@ -401,7 +403,7 @@ def accumulation_of(config: Config, world_size: int) -> int:
 
 
 def workload_of(config: Config, shape: ModelShape, strategy: Strategy, world_size: int, accumulation: int, hardware: Hardware,
-              deepspeed: Mapping | None) -> Workload:  # fmt: skip
+              deepspeed: Mapping | None, stages: tuple[int, ...] = ()) -> Workload:  # fmt: skip
     return Workload(
         shape=shape,
         strategy=strategy,
@@ -409,7 +411,7 @@ def workload_of(config: Config, shape: ModelShape, strategy: Strategy, world_siz
         micro_batch_size=config.train.micro_batch_size,
         seq_len=config.data.seq_len,
         grad_accum_steps=accumulation,
-        stages=tuple(stages_of(config, shape, world_size)) if strategy.pipeline else (),
+        stages=stages,
         precision=config.train.precision,
         checkpointing=config.model.gradient_checkpointing,
         loss=loss_of(config, shape),

@@ -112,7 +112,7 @@ def test_auto_takes_the_fastest_that_fits():
     assert seven(*MODEST, n=8, gpu="a100").strategy.name in ("zero1", "zero2")
     assert seven(*MODEST).strategy.name == "zero2_offload"
     assert seven(*MODEST, host=170).strategy.name == "zero3_offload"
-    assert seven(*MODEST, host=140).strategy.name == "zero3_bf16"
+    assert seven(*MODEST, host=140).strategy.name == "pipeline_bf16"  # rounds as zero3_bf16 does, and moves a hundredth of its bytes
     assert seven(*WIDE, host=140).strategy.name == "zero3_offload_bf16"
 
 
