@@ -142,13 +142,14 @@ def guard(action: Callable[[], object]) -> int:
     """Run an action; a user's error becomes its message and exit code, not a traceback."""
     from . import launch
 
+    rank = os.environ.get("RANK", "0")  # a pipeline's ranks take it out of their environment
     try:
         action()
     except DeepSeekFTError as error:
         # What is wrong with a config is wrong on every rank, and said once. A rank that fails alone says so itself.
-        if not launch.report_error(error) and (launch.is_main_rank() or isinstance(error, RunError)):
-            rank = "" if launch.is_main_rank() else f"rank {os.environ.get('RANK')}: "
-            print(f"{rank}{type(error).__name__}: {error}", file=sys.stderr)
+        if not launch.report_error(error) and (rank == "0" or isinstance(error, RunError)):
+            who = "" if rank == "0" else f"rank {rank}: "
+            print(f"{who}{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted; everything saved so far is kept", file=sys.stderr)
@@ -326,6 +327,7 @@ def _worker(words: list[str]) -> int:
     if multiprocessing.parent_process() is None:
         launch.die_with_parent()
     set_up_logging()
+    rank = os.environ.get("RANK", "0")
     from .run import worker
 
     try:
@@ -336,7 +338,7 @@ def _worker(words: list[str]) -> int:
         # When one rank dies the others' collectives break. Theirs is not the story.
         if not any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset", "gloo/transport")):
             raise
-        print(f"rank {os.environ.get('RANK', 0)} lost its connection to another rank", file=sys.stderr)
+        print(f"rank {rank} lost its connection to another rank", file=sys.stderr)
         return 1
 
 

@@ -169,11 +169,19 @@ def own_card() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = cards.split(",")[local] if cards else str(local)
 
 
-def stand_alone() -> None:
+def stand_alone() -> dict[str, str]:
     """In a rank whose group is formed: nothing in its environment says any more that it is one, so that accelerate neither wraps
-    the model nor cuts the data."""
-    for name in (*_RANK_VARIABLES, "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    the model nor cuts the data.
+
+    Returns:
+        What said so; for `stand_as_before`.
+    """
+    return {name: os.environ.pop(name) for name in (*_RANK_VARIABLES, "LOCAL_SIZE", "LOCAL_WORLD_SIZE") if name in os.environ}
+
+
+def stand_as_before(hidden: Mapping[str, str]) -> None:
+    """The script that called may look there."""
+    os.environ.update(hidden)
 
 
 def port_holder(port: int) -> str | None:

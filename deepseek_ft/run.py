@@ -401,10 +401,10 @@ def train(task: _Task, plan: Plan) -> None:
         from .pipeline import HeadElsewhere, PipelineTrainer, RankArguments, meet
 
         ranks = meet(plan.stages, plan.device)
-        launch.stand_alone()
+        hidden = launch.stand_alone()
         stage, arguments, trainer_class, more = ranks.stage, RankArguments, PipelineTrainer, {"ranks": ranks}
     else:
-        stage, arguments, trainer_class, more = None, TrainingArguments, FineTuneTrainer, {}
+        hidden, stage, arguments, trainer_class, more = {}, None, TrainingArguments, FineTuneTrainer, {}
     args = build_training_args(config, plan, run_dir, total_steps, arguments)
     main = args.process_index == 0
     if dist.is_initialized():
@@ -523,6 +523,7 @@ def train(task: _Task, plan: Plan) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    launch.stand_as_before(hidden)
     # Under a launcher this process starts the check next: give back the card and the host's memory first.
     del trainer, model, run_log
     gc.collect()
