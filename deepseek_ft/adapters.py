@@ -6,7 +6,8 @@ import contextlib
 import copy
 import logging
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ def _keep_unpacked(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def attach(model: nn.Module, config: Config, plan: Plan, source: str, new_ids: range = range(0)) -> nn.Module:
+def attach(
+    model: nn.Module, config: Config, plan: Plan, source: str, new_ids: range = range(0), layers: range | None = None
+) -> nn.Module:
     """The model with the recipe's adapter beside it, and everything else frozen.
 
     Without DeepSpeed what is trained is fp32, beside a base in the recipe's precision. DeepSpeed keeps fp32 masters itself
@@ -103,6 +106,7 @@ def attach(model: nn.Module, config: Config, plan: Plan, source: str, new_ids: r
 
     Args:
         new_ids: of tokens that were added, whose rows are trained too.
+        layers: those that are here, of a model cut into stages.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -125,6 +129,7 @@ def attach(model: nn.Module, config: Config, plan: Plan, source: str, new_ids: r
         torch.manual_seed(config.seed)
         with _names_as_they_are(), tables_at_hand(model) if adapter.tables else contextlib.nullcontext():
             model = get_peft_model(model, settings, autocast_adapter_dtype=False)
+        _begin_alike(model, config.seed)
     compute_rows_apart(model)
     # peft puts the folder there that the weights were read from, which for a hub's model is a cache.
     model.peft_config["default"].base_model_name_or_path = _base_name(config, source)
@@ -133,10 +138,20 @@ def attach(model: nn.Module, config: Config, plan: Plan, source: str, new_ids: r
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
     found = _adapted(model)
-    expected = adapted_modules(shape, adapter)
+    expected = adapted_modules(shape if layers is None else shape.only(layers), adapter)
     if found != expected:
         raise RunError(f"the adapter was planned on {expected}, and peft has put it on {found}")
     return model
+
+
+def _begin_alike(model: nn.Module, seed: int) -> None:
+    """Draw each adapter anew, from numbers that follow from the seed and its name: a stage of a model begins as the whole one."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            module.reset_lora_parameters("default", True)
 
 
 _FUSED = ("gate_proj", "up_proj", "down_proj")
@@ -216,6 +231,21 @@ def describe(model: nn.Module, config: Config) -> dict[str, Any]:
         settings = model.peft_config["default"]
         found |= {"variant": config.method.variant, "rank": settings.r, "alpha": settings.lora_alpha,
                   "modules": _adapted(model), "base": settings.base_model_name_or_path}  # fmt: skip
+    return found
+
+
+def together(stages: Sequence[dict[str, Any]], twice: int = 0) -> dict[str, Any]:
+    """What the stages of a model describe, as of the whole.
+
+    Args:
+        twice: trained parameters that two of them hold.
+    """
+    found = dict(stages[0])
+    found["parameters"] = sum(stage["parameters"] for stage in stages) - twice
+    found["all_parameters"] += sum(stage["parameters"] for stage in stages[1:]) if "modules" in found else 0
+    if "modules" in found:
+        names = [name for stage in stages for name in stage["modules"]]
+        found["modules"] = {name: sum(stage["modules"].get(name, 0) for stage in stages) for name in dict.fromkeys(names)}
     return found
 
 
@@ -304,19 +334,25 @@ def _expected(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in _named(model, trained).items()}
 
 
-def save(model: nn.Module, folder: Path, config: Config, write: bool = True) -> None:
-    """Weights and settings of the adapter alone. Collective under ZeRO-3: every rank calls it, one writes."""
+Gather = Callable[[dict], dict]
+"""What each stage of a model has, as what the whole one has."""
+
+
+def save(model: nn.Module, folder: Path, config: Config, write: bool = True, gather: Gather | None = None) -> None:
+    """Weights and settings of the adapter alone. Collective under ZeRO-3 and of stages: every rank calls it, one writes."""
     from safetensors.torch import save_file
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tensors = {}
     with whole(list(trained.values())):
-        if write:
+        if write or gather is not None:
             tensors = {name: p.detach().cpu().clone().contiguous() for name, p in trained.items()}
+    tensors = _named(model, tensors)
+    tensors = tensors if gather is None else gather(tensors)
     if not write:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_named(model, tensors), folder / WEIGHTS, {"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     _for_files(model.peft_config["default"], _shape(model)).save_pretrained(str(folder))
     model.generation_config.save_pretrained(str(folder))
     write_json(folder / TRAINING, {"precision": config.train.precision, "quantized_base": config.method.kind == "qlora",
@@ -338,8 +374,8 @@ def _differences(folder: Path, expected: dict[str, tuple[int, ...]]) -> list[str
     return problems
 
 
-def check_saved(model: nn.Module, folder: Path, main: bool = True) -> None:
-    """Open again what was just saved.
+def check_saved(model: nn.Module, folder: Path, main: bool = True, gather: Gather | None = None) -> None:
+    """Open again what was just saved. Collective of stages.
 
     Raises:
         CheckpointError: a tensor is missing, empty, of another shape or not a number, or an adapter that never moved.
@@ -347,6 +383,7 @@ def check_saved(model: nn.Module, folder: Path, main: bool = True) -> None:
     if not is_adapter(model):
         return
     expected = _expected(model)
+    expected = expected if gather is None else gather(expected)
     if not main:
         return
     problems = _differences(folder, expected)
@@ -365,8 +402,11 @@ def check_saved(model: nn.Module, folder: Path, main: bool = True) -> None:
         raise CheckpointError(listing(f"the adapter in {folder} is not what was trained", problems[:5] + more))
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: Path, is_stage: bool = False) -> None:
     """Put the saved weights of a folder into a model's adapter.
+
+    Args:
+        is_stage: the model is a part, and what other parts have is theirs.
 
     Raises:
         CheckpointError: they are not this adapter's, all of them.
@@ -374,10 +414,11 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    problems = _differences(folder, _expected(model))
+    expected = _expected(model)
+    problems = [p for p in _differences(folder, expected) if not (is_stage and p.endswith(" is not the adapter's"))]
     if problems:
         raise CheckpointError(listing(f"the adapter in {folder} does not fit this model", problems[:5]))
-    set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
+    set_peft_model_state_dict(model, {name: tensor for name, tensor in load_file(folder / WEIGHTS).items() if name in expected})
 
 
 def _settings(folder: Path, kind: type) -> Any:

@@ -91,8 +91,10 @@ def forbidden(
         yield "knows no options of experts: leave out experts, or use another strategy"
     if strategy.pipeline and config.model.new_tokens:
         yield "cannot add tokens: leave out model.new_tokens, or use another strategy"
-    if (strategy.pipeline or strategy.tensor or strategy.sequence) and config.method.kind != "full":
+    if (strategy.tensor or strategy.sequence) and config.method.kind != "full":
         yield "trains every weight"
+    if strategy.pipeline and config.method.train_also:
+        yield "cannot train embedding or head beside an adapter: leave out method.train_also, or use another strategy"
     if (strategy.tensor or strategy.sequence) and world_size == 1:
         yield "needs at least 2 ranks"
     if (

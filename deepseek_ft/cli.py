@@ -133,6 +133,8 @@ def set_up_logging() -> None:
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     # peft asks models of transformers by a name that is about to go.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
+    # A pipeline's ranks train as if each were alone, in a group all the same.
+    logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode" not in record.getMessage())
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     # DeepSpeed calls collectives by names that torch has begun to rename; torch says so at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

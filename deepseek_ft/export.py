@@ -31,7 +31,7 @@ def save_model_folder(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, fold
     partial = folder.with_name(f"{folder.name}.partial")
     trainer.model.config.use_cache = True
     trainer.save_model(str(partial))
-    adapters.check_saved(trainer.model, partial, trainer.is_world_process_zero())
+    adapters.check_saved(trainer.model, partial, trainer.is_world_process_zero(), trainer.of_all_stages)
     if trainer.is_world_process_zero():
         (partial / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs to load the model
         tokenizer.save_pretrained(str(partial))

@@ -419,9 +419,11 @@ def _stage_parameters(load: Workload) -> list[int]:
 
 
 def _states(load: Workload, parameters: int) -> dict[str, float]:
-    """Of a stage: fp32 weights that are cast on the way, or bf16 weights that are their own master."""
-    element = FP32 if load.autocast else load.element
-    return {"weights": element * parameters, "gradients": element * parameters, "optimizer states": load.moment_bytes * parameters}
+    """Of a stage: fp32 weights that are cast on the way, or bf16 weights that are their own master; or its share of base and adapter."""
+    share = parameters / sum(_stage_parameters(load))
+    trained = trained_parameters(load) * share if load.adapter is not None or load.frozen else parameters
+    weights = (FP32 if load.autocast else load.element) * parameters if load.adapter is None else _base_bytes(load) * share
+    return {"weights": weights, "gradients": load.trained_element * trained, "optimizer states": load.moment_bytes * trained}
 
 
 def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:

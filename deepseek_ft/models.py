@@ -296,7 +296,8 @@ def load_model(
     model.config.use_cache = False  # a cache is for generation; in training it only costs memory
     if config.method.kind == "full":
         return adapters.freeze(model, config)
-    return adapters.attach(model, config, plan, source, ids_of(tokenizer, new_tokens) if new_tokens else range(0))
+    return adapters.attach(model, config, plan, source, ids_of(tokenizer, new_tokens) if new_tokens else range(0),
+                           None if stage is None else stage.layers)  # fmt: skip
 
 
 def check_loading_info(info: dict, source: str) -> None:

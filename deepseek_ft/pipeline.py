@@ -145,8 +145,7 @@ class Pipeline(nn.Module):
         self.module = model
         self.ranks, self.stage, self.device, self.autocast = ranks, ranks.stage, device, autocast
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        embedding = next(model.parameters())
-        self.dtype, self.hidden_size = embedding.dtype, self.base.config.hidden_size
+        self.dtype, self.hidden_size = self.base.dtype, self.base.config.hidden_size
         trains = torch.tensor(any(p.requires_grad for p in model.parameters()), dtype=torch.int32, device=device)
         found = [torch.empty_like(trains) for _ in range(self.stage.count)]
         dist.all_gather(found, trains, group=ranks.pipe)
@@ -312,6 +311,8 @@ def idle_share(orders: Sequence[Sequence[tuple[str, int]]], seconds: Sequence[Ma
 class PipelineTrainer(FineTuneTrainer):
     """`FineTuneTrainer` of one stage."""
 
+    is_stage = True
+
     def __init__(self, *, ranks: Ranks, **kwargs):
         self.ranks, self.stage = ranks, ranks.stage
         super().__init__(**kwargs)
@@ -359,7 +360,10 @@ class PipelineTrainer(FineTuneTrainer):
     def save_model(self, output_dir=None, _internal_call=False):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        stages.save(self.model, folder, self.stage)
+        if adapters.is_adapter(self.model):
+            adapters.save(self.model, folder, self.config, self.args.should_save, self.of_all_stages)
+        else:
+            stages.save(self.model, folder, self.stage)
         if self.args.should_save:
             self.processing_class.save_pretrained(str(folder))
 
@@ -380,6 +384,9 @@ class PipelineTrainer(FineTuneTrainer):
         dist.barrier()  # trainer_state.json, which comes next, says that all is there
 
     # ----------------------------------------------------------------------------------------------------- what ran
+
+    def of_all_stages(self, mine: dict) -> dict:
+        return {name: value for part in from_all(mine)[: self.stage.count] for name, value in part.items()}
 
     def gradient_check(self) -> adapters.GradientCheck:
         return adapters.GradientCheck(self.model, self.ranks.twins, alone=self.ranks.twins is None)

@@ -431,7 +431,7 @@ def _remarks(config: Config, shape: ModelShape | None, strategy: Strategy) -> It
     if train.max_steps is not None and warmup_steps(config, train.max_steps) >= train.max_steps:
         yield (f"the warm-up of {warmup_steps(config, train.max_steps)} steps is not over when the run ends "
                f"after {train.max_steps}: the learning rate stays below its peak")  # fmt: skip
-    if config.method.kind == "qlora":
+    if config.method.kind == "qlora" and not strategy.pipeline:
         yield ("the 4-bit base lies whole on every card" if shape is None or not shape.experts else
                "the 4-bit base lies whole on every card, and its routed experts stay in 16 bits: they are fused weights, which "
                "bitsandbytes does not quantise")  # fmt: skip

@@ -436,11 +436,11 @@ def train(task: _Task, plan: Plan) -> None:
     check_weights(model, config, materials.model_source)
     trained_part = adapters.describe(model, config)
     if stage is not None:
-        from .stages import shared_table, total_over_stages
+        from .stages import shared_table
 
-        twice = shared_table(model, stage) if stage.last else None
-        mine = trained_part["parameters"] - (twice.numel() if twice is not None else 0)
-        trained_part["parameters"] = total_over_stages(mine, stage)
+        table = shared_table(model, stage)
+        twice = table.numel() if table is not None and table.requires_grad else 0  # as rank 0 says, which writes it
+        trained_part = adapters.together(from_all(trained_part)[: stage.count], twice)
     head = _head(model, config, plan, args.device) if stage is None or stage.last else HeadElsewhere()
     routers = _routers(model, config, plan, materials.tokenizer) if stage is None else None
     if plan.strategy.stage == 3 and (leaves := experts.keep_whole(model)) and main:

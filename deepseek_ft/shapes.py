@@ -209,6 +209,15 @@ class ModelShape:
         """Layers of each pipeline stage: the first of `splits`; empty when there are fewer layers than stages."""
         return next(iter(self.splits(count, seq_len)), [])
 
+    def only(self, layers: range) -> ModelShape:
+        """With these of its layers."""
+        kinds, start = [], 0
+        for kind in self.kinds:
+            count = len(range(max(start, layers.start), min(start + kind.count, layers.stop)))
+            kinds += [dataclasses.replace(kind, count=count)] if count else []
+            start += kind.count
+        return dataclasses.replace(self, kinds=tuple(kinds))
+
     def splits(self, count: int, seq_len: int) -> list[list[int]]:
         """Ways to cut the layers into so many stages, the one whose slowest stage is the fastest first, the head's work counted;
         with the near ones behind it, which may fit where that does not: the first stage also holds the embedding.

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -164,12 +163,3 @@ def _join(parts: Sequence[Path], folder: Path) -> None:
             file.replace(folder / file.name)
     for part in parts:
         shutil.rmtree(part)
-
-
-def total_over_stages(number: float, stage: Stage) -> int:
-    """Sum of what the stages of one replica count. Collective."""
-    counted = torch.tensor(number if stage.replica == 0 else 0.0, dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        counted = counted.cuda()
-    dist.all_reduce(counted)
-    return int(counted)

@@ -82,6 +82,9 @@ def build_training_args(
 class FineTuneTrainer(Trainer):
     """`Trainer` with the recipe's learning-rate curve and a perplexity that does not depend on the batch size."""
 
+    is_stage = False
+    """This rank has a part of the model, and others have the rest."""
+
     def __init__(self, *, config: Config, plan: Plan, bytes_of_token: np.ndarray, eval_blocks: Blocks | None,
                  head: Head | None = None, routers: experts.Routers | None = None, **kwargs):  # fmt: skip
         collator = functools.partial(collate, lengths=evaluation.needs_lengths(kwargs["model"]))
@@ -159,7 +162,7 @@ class FineTuneTrainer(Trainer):
             CheckpointError: a weight of the model is not in it, or one that is not the model's.
         """
         if model is None and adapters.is_adapter(self.model):
-            return adapters.load_weights(self.model, Path(resume_from_checkpoint))
+            return adapters.load_weights(self.model, Path(resume_from_checkpoint), self.is_stage)
         if model is not None or not isinstance(self.model, PreTrainedModel):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         saved, info = type(self.model).from_pretrained(
@@ -264,6 +267,10 @@ class FineTuneTrainer(Trainer):
                 "decoupled_decay": bool(getattr(inner, "adam_w_mode", True)),
             }
         return facts | {"precision": types_in_use(self)}
+
+    def of_all_stages(self, mine: dict) -> dict:
+        """What this rank has of the model, or all stages of it have together. Collective."""
+        return mine
 
     def gradient_check(self) -> adapters.GradientCheck:
         return adapters.GradientCheck(self.model)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from conftest import cli, train
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepseek_ft.pipeline import idle_share
@@ -152,6 +153,38 @@ def test_a_pipelines_run_is_the_run_of_one_process(model, ranks, words, single, 
     assert len(set(index["weight_map"].values())) == ranks and not list(run["folder"].glob("model/.stage*"))
 
 
+LORA = ("method.kind=lora", "method.rank=4", "optim.lr=2e-2", "train.max_steps=5")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [pytest.param("tiny-v3", ("model.gradient_checkpointing=true",), id="v3"),
+     slow("tiny-qwen2", ("train.precision=bf16", "optim.lr=1e-2"), id="qwen2-bf16"),
+     slow("tiny-v2", ("method.experts=true", "method.variant=rslora", "optim.lr=5e-3"), id="v2-experts-rslora"),
+     slow("tiny-llama", ("method.variant=dora", "ranks=2", "stages=[1,2]", "train.micro_batch_size=1"), id="llama-dora"),
+     slow("tiny-qwen3", ("method.kind=qlora", "train.precision=bf16"), id="qwen3-qlora")],
+)  # fmt: skip
+def test_an_adapter_in_stages_is_the_one_of_one_process(model, words, tiny_recipe, tmp_path):
+    given = {word.split("=")[0] for word in words}
+    words = (f"model.path=preset:{model}", *words, *(w for w in LORA if w.split("=")[0] not in given))
+    (one := tmp_path / "one").mkdir()
+    reference = train(tiny_recipe, "strategy=single", *(w for w in words if not w.startswith(("stages", "ranks"))), cwd=one)
+    run = train(tiny_recipe, "strategy=pipeline", *words, cwd=tmp_path)
+    wide = "train.precision=bf16" in words
+    found, expected = rows_of(run), rows_of(reference)
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=5e-3 if wide else 2e-5)
+    assert run["after"]["loss"] < run["before"]["loss"]
+    assert run["trained"] == reference["trained"]
+    first, second = (load_file(r["folder"] / "model/adapter_model.safetensors") for r in (run, reference))
+    assert first.keys() == second.keys()
+    if not wide:
+        for name, tensor in first.items():
+            assert torch.allclose(tensor, second[name], atol=2e-3, rtol=2e-2), name
+    done = cli("merge", run["folder"], cwd=tmp_path)
+    assert done.returncode == 0 and "differ by at most" in done.stdout, done.stdout[-2000:]
+
+
 @pytest.mark.ranks
 def test_two_pipelines_of_two_stages(single, tiny_recipe, tmp_path):
     """Four ranks; each pipeline has half of every micro-batch's rows, and an epoch's last step is short."""
@@ -163,8 +196,9 @@ def test_two_pipelines_of_two_stages(single, tiny_recipe, tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_resumed_pipeline_goes_on_as_if_it_had_not_stopped(tiny_recipe, tmp_path):
-    words = ("strategy=pipeline", "train.save_steps=4", "train.save_total_limit=2")
+@pytest.mark.parametrize("words", [(), pytest.param(("method.kind=lora", "train.max_steps=8"), marks=pytest.mark.slow)], ids=["full", "lora"])
+def test_a_resumed_pipeline_goes_on_as_if_it_had_not_stopped(words, tiny_recipe, tmp_path):
+    words = ("strategy=pipeline", "train.save_steps=4", "train.save_total_limit=2", *words)
     straight = train(tiny_recipe, *words, cwd=tmp_path)
     folder = straight["folder"]
     checkpoint = folder / "checkpoint-4"
@@ -201,7 +235,7 @@ def test_in_bf16(strategy, single, tiny_recipe, tmp_path):
      (("ranks=5",), "3 layers, 5 ranks"),
      (("model.new_tokens=['<a>']",), "cannot add tokens"),
      (("train.precision=fp16",), "runs in bf16 or fp32 only, got train.precision=fp16"),
-     (("method.kind=lora",), "trains every weight")],
+     (("method.kind=lora", "method.train_also=[lm_head]"), "beside an adapter")],
 )  # fmt: skip
 def test_what_a_pipeline_cannot_do_is_said_at_once(words, said, tiny_recipe, tmp_path):
     done = cli("train", tiny_recipe, "strategy=pipeline", "train.global_batch_size=null", *words, cwd=tmp_path)
