@@ -211,7 +211,7 @@ class Pipeline(nn.Module):
         with self.autocast():
             if self.stage.last:
                 return self.module(**inputs, labels=self._batches[chunk]["labels"], num_items_in_batch=self._items, use_cache=False).loss
-            return self.base.model(**inputs, use_cache=False).last_hidden_state
+            return self.base.model(**inputs, use_cache=False).last_hidden_state.to(self.dtype)  # what the next stage waits for
 
     def _share_gradients(self) -> None:
         if self.ranks.twins is not None:

@@ -213,8 +213,9 @@ def find_origin(model: nn.Module, wrapped: Any, batches: Sequence[dict], device:
             hook.remove()
         if was_training:
             wrapped.train()
-    # The earliest in the pass of all ranks: they run the same modules in the same order.
-    found = [pair for pair in from_all((order, first)) if pair[1] is not None]
+    # The earliest in the pass of all ranks: they run the same modules in the same order, or one stage after another.
+    stage = getattr(wrapped, "stage", None)
+    found = [pair for pair in from_all(((stage.index if stage else 0, order), first)) if pair[1] is not None]
     return min(found, key=lambda pair: pair[0])[1] if found else Origin(None)
 
 
