@@ -137,3 +137,12 @@ strategy: zero3
     path = tmp_path_factory.mktemp("recipes") / "tiny.yaml"
     path.write_text(text)
     return path
+
+
+TABLE: list[str] = []
+"""Rows of Markdown that a test leaves, printed at the end."""
+
+
+def pytest_terminal_summary(terminalreporter):
+    for line in TABLE and ["", TABLE[0], *sorted(TABLE[1:])]:
+        terminalreporter.write_line(line)

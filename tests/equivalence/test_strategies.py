@@ -1,82 +1,138 @@
-"""One recipe, one curve: strategies that differ in layout only give the same losses and gradient norms.
+"""One recipe, one curve: strategies that differ in layout only train the same model.
 
-From the same weights, in fp32, with the same global batch of 6 blocks, over 8 steps.
+Twenty steps in fp32 from the same weights, on the same twelve rows a step of very unequal numbers of targets, with clipping and a weight
+decay that would show if it were not decoupled: losses, gradient norms, the held-out loss and the weights in the end are those of one
+process. `pytest tests/equivalence` runs all of it and prints a table; a core of it runs with the other tests.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import train
+from conftest import TABLE, train
+
+from deepseek_ft import load_config
+from deepseek_ft.report import read_metrics
+from deepseek_ft.run import _load_materials
 
 pytestmark = pytest.mark.ranks
-TOLERANCE = 1e-4  # relative; fp32 sums in another order
+TOLERANCE = {"losses": 1e-4, "norms": 1e-3, "held_out": 1e-4, "weights": 2e-2}
+"""Relative; fp32 sums in another order. Weights: the root mean square of the differences to one process's over that of what the
+training has moved, which AdamW makes the larger the nearer a gradient is to zero."""
+MODELS = {"llama": "preset:tiny-llama", "deepseek_v3": "preset:tiny-v3"}
+ROWS_A_STEP, STEPS = 12, 20
+
+REFERENCE = ("strategy=single", 1, 12)
+MEMBERS = {  # strategy and more words, ranks, micro-batch
+    "single, 12 accumulated": ("strategy=single", 1, 1),
+    "ddp, 3 ranks": ("strategy=ddp", 3, 2),
+    "ddp, 2 ranks, chunked loss": ("strategy=ddp train.loss=chunked", 2, 3),
+    "zero1, 2 ranks": ("strategy=zero1", 2, 3),
+    "zero1, 3 ranks": ("strategy=zero1", 3, 4),
+    "zero2, 2 ranks": ("strategy=zero2", 2, 6),
+    "zero2, 3 ranks": ("strategy=zero2", 3, 2),
+    "zero3, 2 ranks": ("strategy=zero3", 2, 3),
+    "zero3, 3 ranks": ("strategy=zero3", 3, 4),
+    "zero3, 3 ranks, chunked loss, recomputed layers": ("strategy=zero3 train.loss=chunked model.gradient_checkpointing=true", 3, 2),
+    "zero2_offload, 3 ranks": ("strategy=zero2_offload", 3, 2),
+    "zero3_offload, 3 ranks": ("strategy=zero3_offload", 3, 4),
+    "zero3_offload_all, 2 ranks": ("strategy=zero3_offload_all", 2, 6),
+    "pipeline, 2 stages": ("strategy=pipeline", 2, 2),
+    "pipeline, 3 stages": ("strategy=pipeline", 3, 1),
+    "pipeline, 2 x 2 stages": ("strategy=pipeline stages=[1,2]", 4, 3),
+}
+CORE = {("deepseek_v3", name) for name in ("single, 12 accumulated", "ddp, 3 ranks", "zero2, 3 ranks", "zero3, 3 ranks",
+        "zero3_offload, 3 ranks", "pipeline, 3 stages")}  # fmt: skip
+ENGINES = {"single": None, "ddp": "DistributedDataParallel", "pipeline": "Pipeline"}
 
 
 @pytest.fixture(scope="module")
-def curve(tiny_recipe, tmp_path_factory):
-    """(step, loss, gradient norm) of a run, and its run.json."""
-    done: dict[tuple, tuple] = {}
+def rows(tmp_path_factory) -> Path:
+    """Prompts with answers of one, two or forty words, a row each."""
+    source = random.Random(5)
+    file = tmp_path_factory.mktemp("uneven") / "rows.jsonl"
+    words = "def return value index list of the for in range sum import open read write close".split()
+    with open(file, "w", encoding="utf-8") as out:
+        for _ in range(1500):  # no epoch ends within the run: a last batch is filled up in another way by each strategy
+            row = {"prompt": " ".join(source.choices(words, k=source.randint(8, 14))),
+                   "completion": " " + " ".join(source.choices(words, k=source.choice((1, 2, 40))))}  # fmt: skip
+            out.write(json.dumps(row) + "\n")
+    return file
 
-    def run(*words: str):
-        if words not in done:
-            folder = tmp_path_factory.mktemp("run")
-            result = train(tiny_recipe, *words, cwd=folder)
-            from deepseek_ft.report import read_metrics
 
-            rows = [m for m in read_metrics(result["folder"] / "metrics.jsonl") if "loss" in m]
-            done[words] = ([m["loss"] for m in rows], [m["grad_norm"] for m in rows], result)
-        return done[words]
+def overrides(model: str, rows: Path, words: str, ranks: int, micro: int) -> list[str]:
+    source = f"source: jsonl, path: {rows}, holdout: 0.1"
+    return [*words.split(), f"ranks={ranks}", f"train.micro_batch_size={micro}", f"train.global_batch_size={ROWS_A_STEP}",
+            f"model.path={MODELS[model]}", f"train.max_steps={STEPS}", "optim.weight_decay=0.5", "optim.max_grad_norm=0.5",
+            f"data.train=[{{{source}, split: train}}]", f"data.eval=[{{{source}, split: validation}}]"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tiny_recipe, rows, tmp_path_factory):
+    """A run of a member on a model, made once."""
+    done: dict[tuple, dict] = {}
+
+    def run(*member) -> dict:
+        if member not in done:
+            model, words, ranks, micro = member
+            done[member] = train(tiny_recipe, *overrides(model, rows, words, ranks, micro), cwd=tmp_path_factory.mktemp("run"))
+        return done[member]
 
     return run
 
 
-SINGLE = ("strategy=single", "train.micro_batch_size=6")
+def curve(result: dict) -> tuple[list[float], list[float]]:
+    steps = [row for row in read_metrics(result["folder"] / "metrics.jsonl") if "loss" in row]
+    return [row["loss"] for row in steps], [row["grad_norm"] for row in steps]
 
 
-@pytest.mark.parametrize(
-    ("words", "engine", "stage", "ranks"),
-    [(("strategy=single", "train.micro_batch_size=1"), None, None, 1),
-     (("strategy=ddp",), "DistributedDataParallel", None, 3),
-     (("strategy=zero2",), "DeepSpeedEngine", 2, 3),
-     (("strategy=zero3",), "DeepSpeedEngine", 3, 3),
-     pytest.param(("strategy=zero3", "train.micro_batch_size=1", "ranks=2"), "DeepSpeedEngine", 3, 2, marks=pytest.mark.slow),
-     (("strategy=zero3", "train.loss=chunked"), "DeepSpeedEngine", 3, 3),
-     pytest.param(("strategy=ddp", "train.loss=chunked"), "DistributedDataParallel", None, 3, marks=pytest.mark.slow),
-     pytest.param(("strategy=zero2", "train.loss=chunked", "train.micro_batch_size=1"), "DeepSpeedEngine", 2, 3, marks=pytest.mark.slow)],
-    ids=["accumulated", "ddp", "zero2", "zero3", "zero3-two-ranks-accumulated", "zero3-chunked-loss", "ddp-chunked-loss",
-         "zero2-chunked-loss-accumulated"],
-)  # fmt: skip
-def test_same_curve_as_one_process(curve, words, engine, stage, ranks):
-    losses, norms, reference = curve(*SINGLE)
-    found_losses, found_norms, run = curve(*words)
-    assert len(losses) == 8 and losses[-1] < losses[0] - 0.2
-    assert found_losses == pytest.approx(losses, rel=TOLERANCE)
-    assert found_norms == pytest.approx(norms, rel=1e-3)
-    assert run["after"]["loss"] == pytest.approx(reference["after"]["loss"], rel=TOLERANCE)
-    assert run["before"]["loss"] == pytest.approx(reference["before"]["loss"], rel=TOLERANCE)
-    assert run["tokens"] == reference["tokens"] and run["global_batch_size"] == 6
-    facts = run["engine_facts"]
-    assert engine is None or facts["engine"] == engine
-    assert (facts["zero_stage"], facts["world_size"]) == (stage, ranks)
-    assert facts.get("engine_world_size", ranks) == ranks
+def weights(folder: Path) -> dict:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "zero3_offload",
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ("zero1", "zero2_offload", "zero3_offload_all")),
-    ],
-)
-def test_same_curve_with_deepspeeds_cpu_adam(curve, strategy):
-    """With a weight decay that would show if it were not decoupled."""
-    losses, norms, _ = curve(*SINGLE, "optim.weight_decay=0.5")
-    found_losses, found_norms, run = curve(f"strategy={strategy}", "optim.weight_decay=0.5")
-    assert run["engine_facts"]["optimizer"] == ("AdamW" if strategy == "zero1" else "DeepSpeedCPUAdam")
-    assert found_losses == pytest.approx(losses, rel=TOLERANCE)
-    assert found_norms == pytest.approx(norms, rel=1e-3)
+def members():
+    for model in MODELS:
+        for name in MEMBERS:
+            yield pytest.param(model, name, id=f"{model}, {name}", marks=() if (model, name) in CORE else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "name"), list(members()))
+def test_a_strategy_trains_what_one_process_does(model, name, run, tiny_recipe, rows):
+    words, ranks, micro = MEMBERS[name]
+    one, result = run(model, *REFERENCE), run(model, words, ranks, micro)
+    (losses, norms), (found, found_norms) = curve(one), curve(result)
+    assert len(losses) == STEPS and losses[-1] < losses[0] - 0.2 and min(norms) < 0.5 < max(norms), (losses, norms)
+
+    strategy = words.split()[0].removeprefix("strategy=")
+    facts = result["engine_facts"]
+    assert facts["world_size"] == ranks and facts.get("engine_world_size", ranks) == ranks
+    if strategy.startswith("zero"):
+        assert (facts["engine"], facts["zero_stage"]) == ("DeepSpeedEngine", int(strategy[4]))
+        assert facts["optimizer"] == ("DeepSpeedCPUAdam" if "offload" in strategy else "AdamW")
+    elif ENGINES[strategy]:
+        assert facts["engine"] == ENGINES[strategy]
+    assert result["global_batch_size"] == ROWS_A_STEP and result["target_tokens"] == one["target_tokens"]
+
+    before = weights(Path(_load_materials(load_config(tiny_recipe, overrides(model, rows, *REFERENCE))).model_source))
+    after, expected = weights(result["folder"] / "model"), weights(one["folder"] / "model")
+    assert after.keys() == expected.keys() == before.keys()
+    moved = sum(float((expected[n] - before[n]).double().square().sum()) for n in expected)
+    apart = sum(float((expected[n] - after[n]).double().square().sum()) for n in expected)
+    differences = {
+        "losses": max(abs(a / b - 1) for a, b in zip(found, losses, strict=True)),
+        "norms": max(abs(a / b - 1) for a, b in zip(found_norms, norms, strict=True)),
+        "held_out": abs(result["after"]["loss"] / one["after"]["loss"] - 1),
+        "weights": (apart / moved) ** 0.5,
+    }
+    if not TABLE:
+        TABLE.append(f"| model | strategy | {' | '.join(differences)} |\n|{'---|' * (2 + len(differences))}")
+    TABLE.append(f"| {model} | {name} | {' | '.join(f'{x:.1e}' for x in differences.values())} |")
+    assert not {k: v for k, v in differences.items() if not v <= TOLERANCE[k]}, differences
+    assert result["before"]["loss"] == pytest.approx(one["before"]["loss"], rel=1e-5)
