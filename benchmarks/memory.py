@@ -413,6 +413,9 @@ def rank(spec: str) -> None:
             data = tokens.nbytes
     if int(os.environ.get("RANK", 0)) == 0:
         print("PEAK " + json.dumps({"peak": live.peak - data, "deepspeed": plan.deepspeed}), flush=True)
+    if torch.distributed.is_initialized():  # ranks that leave while others still talk to them are aborted now and then
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------------------- the table
