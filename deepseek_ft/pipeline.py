@@ -25,6 +25,7 @@ from transformers import TrainingArguments
 
 from . import adapters, stages
 from .data.blocks import IGNORED
+from .models import load_dtype
 from .ranks import from_all
 from .stages import Stage
 from .trainer import FineTuneTrainer
@@ -140,12 +141,17 @@ class _Station(PipelineStage):
 class Pipeline(nn.Module):
     """A stage of a model among the others: it is trained by the step, and scored by the batch, as one model."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device, autocast: Callable[[], contextlib.AbstractContextManager]):
+    def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device, dtype: torch.dtype,
+                 autocast: Callable[[], contextlib.AbstractContextManager]):  # fmt: skip
+        """
+        Args:
+            dtype: of the hidden states between stages.
+        """
         super().__init__()
         self.module = model
         self.ranks, self.stage, self.device, self.autocast = ranks, ranks.stage, device, autocast
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.dtype, self.hidden_size = self.base.dtype, self.base.config.hidden_size
+        self.dtype, self.hidden_size = dtype, self.base.config.hidden_size
         trains = torch.tensor(any(p.requires_grad for p in model.parameters()), dtype=torch.int32, device=device)
         found = [torch.empty_like(trains) for _ in range(self.stage.count)]
         dist.all_gather(found, trains, group=ranks.pipe)
@@ -330,7 +336,9 @@ class PipelineTrainer(FineTuneTrainer):
 
     def _prepare_for_training(self, *args, **kwargs):
         prepared = super()._prepare_for_training(*args, **kwargs)
-        self.pipeline = self.model_wrapped = Pipeline(self.model, self.ranks, self.args.device, self.autocast_smart_context_manager)
+        self.pipeline = self.model_wrapped = Pipeline(
+            self.model, self.ranks, self.args.device, load_dtype(self.config, self.plan), self.autocast_smart_context_manager
+        )
         return prepared
 
     def _get_num_items_in_batch(self, batch_samples, device):

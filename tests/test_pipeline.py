@@ -132,6 +132,8 @@ CASES = [
     slow("tiny-qwen3", 3, ("train.loss=chunked", "model.gradient_checkpointing=true"), id="qwen3-chunked-checkpointed"),
     slow("tiny-v2", 3, ("train.loss=chunked",), id="v2-chunked"),
     slow("tiny-v3", 3, ("optim.name=adamw_8bit",), id="v3-8bit-states"),
+    slow("tiny-llama", 3, ("optim.name=muon",), id="llama-muon"),
+    slow("tiny-llama", 3, ("optim.name=adafactor",), id="llama-adafactor"),
     slow("tiny-v3", 3, ("optim.max_grad_norm=0",), id="v3-not-clipped"),
     slow("tiny-v3", 3, ("method.freeze=[embed_tokens,layers.0-1]",), id="v3-first-stages-frozen"),
 ]  # fmt: skip
@@ -143,7 +145,8 @@ def test_a_pipelines_run_is_the_run_of_one_process(model, ranks, words, single, 
     words = (f"model.path=preset:{model}", *words)
     reference = single(*(w for w in words if not w.startswith("stages")))
     run = train(tiny_recipe, *words, "strategy=pipeline", f"ranks={ranks}", cwd=tmp_path)
-    same_curve(run, reference)
+    rounds = "optim.name=muon" in words  # Newton and Schulz's steps are in bf16
+    same_curve(run, reference, loss=1e-4 if rounds else 1e-5, norm=1e-3 if rounds else 1e-4)
     facts, shape = run["engine_facts"], shape_from_config(json.loads((run["folder"] / "model/config.json").read_text()))
     assert (facts["engine"], facts["world_size"], len(facts["stages"])) == ("Pipeline", ranks, ranks) and sum(facts["stages"]) == shape.layers
     held = [stage["parameters"] for stage in run["pipeline"]["stages"]]
