@@ -172,6 +172,8 @@ def assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_s
     checkpoints = config.train.save_total_limit + 1 if config.train.save_steps else 0
     for split in splits_of(config, shape, strategy, world_size):
         tried = workload_of(config, shape, strategy, world_size, accumulation, hardware, deepspeed, split)
+        if load is not None and hardware.gpus and resident_bytes(tried)[0] > usable_gpu_bytes(hardware, world_size):
+            continue
         held = estimate(tried, checkpoints)
         short = list(_short_of(held, hardware, world_size))
         fits = all(share <= 1 for _, share in short)

@@ -374,10 +374,12 @@ def check_experts(config: Config, shape: ModelShape) -> None:
 
 
 def splits_of(config: Config, shape: ModelShape, strategy: Strategy, world_size: int) -> list[tuple[int, ...]]:
-    """Layers of each stage of a pipeline: the ways that there are, the fastest first; one, without stages, of other strategies."""
+    """Layers of each stage of a pipeline: the few best ways to cut it, the fastest first; one, without stages, of other strategies."""
     if not strategy.pipeline:
         return [()]
-    return [tuple(config.stages)] if config.stages is not None else [tuple(s) for s in shape.splits(world_size, config.data.seq_len)]
+    if config.stages is not None:
+        return [tuple(config.stages)]
+    return [tuple(sizes) for sizes in shape.splits(world_size, config.data.seq_len)[:6]]
 
 
 def loss_of(config: Config, shape: ModelShape | None) -> str:

@@ -23,7 +23,7 @@ from deepseek_ft.report import read_metrics
 from deepseek_ft.run import _load_materials
 
 pytestmark = pytest.mark.ranks
-TOLERANCE = {"losses": 1e-4, "norms": 1e-3, "held_out": 1e-4, "weights": 2e-2}
+TOLERANCE = {"losses": 1e-4, "norms": 1e-3, "held_out": 1e-4, "weights": 1e-3}
 """Relative; fp32 sums in another order. Weights: the root mean square of the differences to one process's over that of what the
 training has moved, which AdamW makes the larger the nearer a gradient is to zero."""
 MODELS = {"llama": "preset:tiny-llama", "deepseek_v3": "preset:tiny-v3"}
