@@ -346,8 +346,7 @@ def save(model: nn.Module, folder: Path, config: Config, write: bool = True, gat
     tensors = {}
     with whole(list(trained.values())):
         if write or gather is not None:
-            tensors = {name: p.detach().cpu().clone().contiguous() for name, p in trained.items()}
-    tensors = _named(model, tensors)
+            tensors = _named(model, {name: p.detach().cpu().clone().contiguous() for name, p in trained.items()})
     tensors = tensors if gather is None else gather(tensors)
     if not write:
         return

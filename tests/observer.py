@@ -18,8 +18,8 @@ from deepseek_ft import adapters, export, finetune, models, ranks
 def main(recipe: str, answer: str, overrides: list[str]) -> None:
     begun, attach, save = {}, adapters.attach, export.save_model_folder
 
-    def attached(model, config, plan, source, new_ids):
-        model = attach(model, config, plan, source, new_ids)
+    def attached(model, config, plan, source, *more):
+        model = attach(model, config, plan, source, *more)
         begun.update({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
         begun["base"] = source, models.load_dtype(config, plan)
         return model

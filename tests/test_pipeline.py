@@ -216,7 +216,7 @@ def test_a_resumed_pipeline_goes_on_as_if_it_had_not_stopped(words, tiny_recipe,
     if not words[3:]:  # what the stages wrote is a model for every strategy
         (elsewhere := tmp_path / "elsewhere").mkdir()
         other = train(tiny_recipe, "strategy=zero2", f"model.path={checkpoint}", f"model.tokenizer={checkpoint}", "train.max_steps=2",
-                      cwd=elsewhere)  # fmt: skip
+                      "model.untrained=true", cwd=elsewhere)  # fmt: skip
         assert other["before"]["loss"] < straight["before"]["loss"] - 0.1
     (checkpoint / "optimizer-00002-of-00003.pt").unlink()
     (folder / "run.json").write_text(json.dumps(record))
