@@ -307,7 +307,7 @@ def check_resume(run_dir: Path, checkpoint: Path, config: Config, plan: Plan) ->
             f"  Resume with ranks={ranks}, or start anew from its weights with model.path={checkpoint} --new "
             "(optimizer states and the place in the data are then lost)."
         )
-    now = {"strategy": plan.strategy.name, "global_batch_size": plan.global_batch_size}
+    now = {"strategy": plan.strategy.name, "global_batch_size": plan.global_batch_size, "stages": list(plan.stages)}
     different = [f"{k}: {before[k]} then, {v} now" for k, v in now.items() if before.get(k, v) != v]
     if different:
         raise CheckpointError(listing(f"{checkpoint} cannot be continued in another way than it was begun", different))

@@ -475,6 +475,7 @@ def to_dict(plan: Plan) -> dict:
         "optimizer": plan.optimizer.name,
         **{name: getattr(plan, name) for name in keep},
         "global_batch_size": plan.global_batch_size,
+        "stages": list(plan.stages),
         "ops": list(plan.ops),
         "parameters": plan.shape.parameters if plan.shape else None,
         "hardware": plan.hardware.describe(),

@@ -188,6 +188,7 @@ def _decided(config: Config, plan: Plan) -> Config:
         train=train,
         optim=dataclasses.replace(config.optim, name=plan.optimizer.name),
         ranks=plan.world_size,
+        stages=list(plan.stages) or None,
         strategy="auto" if own_file else plan.strategy.name,
         deepspeed=config.deepspeed if own_file else None,
     )

@@ -218,6 +218,10 @@ def test_a_resumed_pipeline_goes_on_as_if_it_had_not_stopped(words, tiny_recipe,
         other = train(tiny_recipe, "strategy=zero2", f"model.path={checkpoint}", f"model.tokenizer={checkpoint}", "train.max_steps=2",
                       "model.untrained=true", cwd=elsewhere)  # fmt: skip
         assert other["before"]["loss"] < straight["before"]["loss"] - 0.1
+    cut = record | {"plan": record["plan"] | {"stages": [2, 1]}}  # the same states would go to other layers
+    (folder / "run.json").write_text(json.dumps(cut))
+    other_cut = cli("train", tiny_recipe, *words, "--resume", cwd=tmp_path)
+    assert other_cut.returncode == 2 and "stages: [2, 1] then, [1, 1, 1] now" in other_cut.stdout, other_cut.stdout[-1500:]
     (checkpoint / "optimizer-00002-of-00003.pt").unlink()
     (folder / "run.json").write_text(json.dumps(record))
     shutil.rmtree(folder / "checkpoint-8")
