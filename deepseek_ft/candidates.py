@@ -107,6 +107,12 @@ def forbidden(
         yield f"{heads} do not divide by {world_size} ranks" + (
             f", but by {', '.join(map(str, fitting))}" if fitting else ""
         )
+    if strategy.quantized_gathers and hardware.device == "cpu":
+        yield "quantises with a CUDA kernel, and there is no GPU"
+    if strategy.quantized_gathers and shape is not None and (uneven := _uneven_pieces(shape, world_size)):
+        name, size = uneven
+        yield (f"quantises pieces of a multiple of 8 elements, and one of {world_size} of {name} has {size:,}"
+               + (": 2 or 4 ranks" if world_size not in (2, 4) else ""))  # fmt: skip
     yield from refused(resolve(config.optim.name, strategy), strategy, precision, config.method.kind)
     if config.method.kind == "qlora" and strategy.stage == 3:
         yield "cannot shard a 4-bit base"
@@ -119,6 +125,15 @@ def forbidden(
         yield f"bf16 needs an Ampere card or newer, and {old[0]} is older: train.precision=fp16"
     if hardware.device == "cpu" and precision == "fp16" and not strategy.deepspeed:
         yield "has no fp16 on the CPU: train.precision=bf16, or a zero strategy"
+
+
+def _uneven_pieces(shape: ModelShape, world_size: int) -> tuple[str, int] | None:
+    """The first weight whose shard DeepSpeed 0.19 cannot quantise (CUDAQuantizer.quantize in partition_parameters.py)."""
+    for name, sizes in shape.names():
+        piece = -(-math.prod(sizes) // world_size)
+        if piece % 8:
+            return name, piece
+    return None
 
 
 def _wrong_stages(config: Config, shape: ModelShape, world_size: int) -> Iterator[str]:

@@ -7,12 +7,14 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import Config, to_dict
-from .errors import CheckpointError, ConfigError, listing
+from .errors import CheckpointError, ConfigError, PlanError, listing
+from .hardware import GIB
 from .recipe import load_config
 from .strategies import STRATEGIES
 
@@ -272,6 +274,30 @@ def choose_run_dir(
     return free, None, notes
 
 
+def offload_folder(config: Config, run_dir: Path) -> Path:
+    """Where a run's offloaded states lie while it goes; no other run's."""
+    if config.offload_dir is None:
+        return run_dir / "offloaded"
+    return Path(config.offload_dir, "_".join(run_dir.resolve().parts[1:]))
+
+
+def check_offload_dir(config: Config, needed_bytes: int) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be written.
+        PlanError: it has no room.
+    """
+    if config.offload_dir is None:
+        return  # beside the run, which the plan has looked at
+    folder = Path(config.offload_dir)
+    there = next(p for p in (folder, *folder.resolve().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"offload_dir: {folder} cannot be used, because {there} is {'not writable' if there.is_dir() else 'a file'}")
+    free = shutil.disk_usage(there).free
+    if free < needed_bytes:
+        raise PlanError(f"offload_dir: zero3_nvme needs {needed_bytes / GIB:.1f} GiB in {folder}, and {free / GIB:.1f} are free")
+
+
 def size_bytes(folder: Path) -> int:
     """Of all files below a folder."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
@@ -286,7 +312,7 @@ def as_begun(run_dir: Path, config: Config) -> Config:
 
 
 _MAY_CHANGE = {"train.epochs", "train.max_steps", "train.log_steps", "train.eval_steps", "train.save_steps",
-               "train.save_total_limit", "output_dir", "name", "strategy", "deepspeed", "data.cache_dir", "ranks"}  # fmt: skip
+               "train.save_total_limit", "output_dir", "name", "strategy", "deepspeed", "data.cache_dir", "ranks", "offload_dir"}  # fmt: skip
 
 
 def check_resume(run_dir: Path, checkpoint: Path, config: Config, plan: Plan) -> list[str]:

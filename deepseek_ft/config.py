@@ -262,6 +262,9 @@ class Config:
     stages: list[int] | None = None
     """Layers of each stage under a pipeline strategy; null: one stage a rank, balanced by their work. With more ranks than
     stages there are several pipelines, each with its part of the batch."""
+    offload_dir: str | None = None
+    """Where `zero3_nvme` keeps gradients, master weights and states while it runs, 16 bytes per parameter, each run in a folder of
+    its own there; null: in the run's folder."""
 
 
 KNOWN_SOURCES = ("wikitext-103", "wikitext-103-raw", "wikitext-2", "wikitext-2-raw", "openwebtext", "files", "text", "code",
@@ -272,7 +275,7 @@ ALTERNATIVES = [
     ("train.grad_accum_steps", "train.global_batch_size"),
     ("strategy", "deepspeed"),
 ]
-PATH_KEYS = {"output_dir", "model.path", "model.tokenizer", "data.path", "data.cache_dir", "deepspeed"}
+PATH_KEYS = {"output_dir", "model.path", "model.tokenizer", "data.path", "data.cache_dir", "deepspeed", "offload_dir"}
 
 # What the same thing is called elsewhere (Trainer, DeepSpeed, peers), and what removed arguments became.
 OTHER_NAMES = {
@@ -295,6 +298,8 @@ OTHER_NAMES = {
     "adam_beta2": "optim.betas",
     "adam_epsilon": "optim.eps",
     "gradient_clipping": "optim.max_grad_norm",
+    "nvme_path": "offload_dir",
+    "offload_folder": "offload_dir",
     "num_train_epochs": "train.epochs",
     "num_epochs": "train.epochs",
     "per_device_train_batch_size": "train.micro_batch_size",

@@ -515,11 +515,7 @@ def _nvcc_version() -> str | None:
     return match[1] if match else None
 
 
-_BUILD_CURES = {
-    "a C++ compiler": "sudo apt-get install g++",
-    "ninja": f"{_PIP} ninja",
-    "Python.h": f"sudo apt-get install python{sys.version_info.major}.{sys.version_info.minor}-dev",
-}
+_BUILD_CURES = {part: f"{_PIP} ninja" if part == "ninja" else f"sudo {cure}" for part, cure in ops.CURES.items()}
 
 
 def _compiler(seen: _Seen) -> Iterator[Finding]:

@@ -582,10 +582,8 @@ def estimate(load: Workload, checkpoints: int = 0) -> Memory:
         gpu["CUDA context and NCCL"] = CONTEXT_BYTES
         gpu["allocator slack"] = int(SLACK * fullest[0])
     disk = {"model folder": export_bytes(load)}
-    if load.strategy.nvme:
-        disk["offloaded states"] = int(
-            trained_parameters(load) * (load.strategy.master_bytes + load.moment_bytes + load.element)
-        )
+    if load.strategy.nvme and not load.states_elsewhere:  # master weights, gradients and moments
+        disk["offloaded states"] = int(trained_parameters(load) * (2 * load.strategy.master_bytes + load.moment_bytes))
     if checkpoints:
         disk[f"{checkpoints} checkpoints"] = checkpoints * checkpoint_bytes(load)
     return Memory(gpu, fullest[1], moments, host, host_moment, disk)

@@ -13,6 +13,7 @@ import shutil
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from .errors import PlanError
 _OPS = {
     "shm_comm": ("deepspeed_shm_comm", "ShareMemCommBuilder"),
     "cpu_adam": ("cpu_adam", "CPUAdamBuilder"),
+    "async_io": ("async_io", "AsyncIOBuilder"),
+    "quantizer": ("quantizer", "QuantizerBuilder"),
 }
 _STAMP = "deepseek_ft.stamp"
 log = logging.getLogger(__name__)
@@ -69,7 +72,17 @@ def is_built(op: str) -> bool:
     return built_library(op) is not None
 
 
-def missing_for_builds() -> list[str]:
+CURES = {
+    "a C++ compiler": "apt-get install g++",
+    "ninja": "pip install ninja",
+    "Python.h": f"apt-get install python{sys.version_info.major}.{sys.version_info.minor}-dev",
+    "libaio.h": "apt-get install libaio-dev",
+    "nvcc": "install the CUDA toolkit of torch's version",
+}
+"""How to get what `missing_for_builds` says is missing (Debian, Ubuntu)."""
+
+
+def missing_for_builds(ops: Sequence[str] = ()) -> list[str]:
     """What a build needs and this machine lacks; Debian's python3 comes without Python.h."""
     missing = []
     if not (shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")):
@@ -78,7 +91,17 @@ def missing_for_builds() -> list[str]:
         missing.append("ninja")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         missing.append("Python.h")
+    if "async_io" in ops and not any(Path(folder, "libaio.h").is_file() for folder in _include_folders()):
+        missing.append("libaio.h")
+    if "quantizer" in ops and shutil.which("nvcc") is None and not Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc").is_file():
+        missing.append("nvcc")
     return missing
+
+
+def _include_folders() -> list[str]:
+    """Where compilers look."""
+    own = [folder for name in ("CPATH", "CPLUS_INCLUDE_PATH") for folder in os.environ.get(name, "").split(os.pathsep)]
+    return [*filter(None, own), "/usr/include", "/usr/local/include", str(Path(sys.prefix, "include"))]
 
 
 def have_compiler() -> bool:
@@ -86,8 +109,8 @@ def have_compiler() -> bool:
     return not missing_for_builds()
 
 
-def available(ops: list[str] | tuple[str, ...]) -> bool:
-    return all(is_built(op) for op in ops) or have_compiler()
+def available(ops: Sequence[str]) -> bool:
+    return not missing_for_builds([op for op in ops if not is_built(op)]) or all(is_built(op) for op in ops)
 
 
 # ninja, and what it starts: compilers live on for a while when it is killed.
@@ -192,7 +215,7 @@ def _build(op: str) -> None:
         raise PlanError(
             f"DeepSpeed's {name} op cannot be built: {words[-1].strip()[:300]}\n"
             "  It needs a C++ compiler, Python's headers and ninja (Debian, Ubuntu: apt-get install g++ python3-dev) that fit the "
-            "installed torch; a strategy without offload needs no build on a GPU."
+            "installed torch; a strategy without offload or 8-bit gathers needs no build on a GPU."
         ) from None
     (folder / _STAMP).write_text(_versions())
     log.info("built in %.0f s; later runs start with it", time.monotonic() - started)

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
@@ -223,7 +224,7 @@ def share_master_weights(zero: Any) -> None:
     import torch
 
     for weights, master in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
-        if weights is None or (weights.dtype, weights.device) != (master.dtype, master.device):
+        if weights is None or (weights.dtype, weights.device, weights.numel()) != (master.dtype, master.device, master.numel()):
             continue  # of another type, or on the host or a disk
         # Bit by bit: a shard's padding was never written to, and a NaN in it would not be equal to itself.
         if not torch.equal(weights.view(torch.uint8), master.data.view(torch.uint8)):
@@ -231,6 +232,44 @@ def share_master_weights(zero: Any) -> None:
                         "than was planned")  # fmt: skip
             return
         master.data = weights.data
+
+
+def resume_from_disk(zero: Any, checkpoint: Path, rank: int) -> None:
+    """Of `zero3_nvme`, what DeepSpeed 0.19 leaves out of a resumed run.
+
+    It copies the files of master weights and moments back (runtime/engine.py, load_checkpoint) but not what says that they are
+    there: the next step would begin with moments of zero, step 1 and another learning rate. What is too small for a file, weights and
+    states, it does not read at all.
+
+    Args:
+        zero: the engine's optimizer.
+        checkpoint: DeepSpeed's folder in it, `global_step<n>`.
+    """
+    import numpy as np
+    import torch
+
+    file = checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+    zero.loss_scaler, zero.overflow = saved["loss_scaler"], saved["overflow"]
+    inner = saved["optimizer_state_dict"]
+    zero.checkpoint_event_prologue()  # no weight is whole anywhere, until the end
+    for group, was in zip(zero.optimizer.param_groups, inner["param_groups"], strict=True):
+        group.update({k: v for k, v in was.items() if k != "params"})  # the learning rate of the next step
+    for i, master in enumerate(zero.fp32_partitioned_groups_flat):
+        state = dict(inner["state"][i])
+        on_disk = zero._swappable_optimizer_subgroup(i)
+        if on_disk:
+            zero._optimizer_states_and_gradient_swap_in(i, set())
+            for name in ("exp_avg", "exp_avg_sq"):
+                swapped = Path(zero.optimizer_swapper.swap_folder, f"{name}-{master.ds_id}.tensor.swp")
+                state[name] = torch.from_numpy(np.fromfile(swapped, np.float32, master.numel()))  # a file is longer: whole blocks
+        else:
+            master.data.copy_(saved["fp32_flat_groups"][i])
+        zero.optimizer.state[master] = state
+        zero._reassign_or_swap_out_partitioned_parameters(i)  # the weights follow their master
+        if on_disk:
+            zero._optimizer_states_and_gradient_swap_out(i, set())
+    zero.checkpoint_event_epilogue()  # those that every rank keeps whole
 
 
 def build(optimizer: Optimizer, model: torch.nn.Module, decayed: set[str], optim: OptimConfig, strategy: Strategy,

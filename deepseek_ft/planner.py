@@ -366,7 +366,10 @@ def _another_strategy(config: Config, hardware: Hardware, launched_ranks: int | 
 
 def _ops_of(strategy: Strategy, hardware: Hardware) -> tuple[str, ...]:
     ops = ["shm_comm"] if strategy.deepspeed and hardware.device == "cpu" else []  # which one rank loads too
-    return (*ops, "cpu_adam") if strategy.offload_optimizer else tuple(ops)
+    ops += ["cpu_adam"] if strategy.offload_optimizer else []
+    ops += ["async_io"] if strategy.nvme else []
+    ops += ["quantizer"] if strategy.quantized_gathers else []
+    return tuple(ops)
 
 
 def _without_compiler(config: Config, strategy: Strategy, ops: tuple[str, ...], hardware: Hardware, world_size: int,
@@ -377,10 +380,13 @@ def _without_compiler(config: Config, strategy: Strategy, ops: tuple[str, ...], 
         PlanError: with cards, or ranks that are there already, there is no falling back.
     """
     cure = "install one (Debian, Ubuntu: apt-get install g++ python3-dev)"
-    if hardware.device == "cuda" or launched_ranks is not None:
+    missing = ops_module.missing_for_builds(ops)
+    if hardware.device == "cuda" or launched_ranks is not None or strategy.nvme:
+        what = " and ".join(missing) or "C++ compiler"
+        how = " && ".join(ops_module.CURES[part] for part in missing) or cure
         raise PlanError(
             f"strategy {strategy.name} needs DeepSpeed's {' and '.join(ops)} op, which is not built yet, and there is no "
-            f"C++ compiler (with Python's headers) to build it; {cure}"
+            f"{what.removeprefix('a ')} to build it (Debian, Ubuntu: {how})"
             + (", or use a strategy without offload" if strategy.offload_optimizer else "")
         )
     return (f"there is no C++ compiler (with Python's headers), which DeepSpeed needs on the CPU: falling back from {strategy.name} on "
@@ -435,6 +441,12 @@ def _remarks(config: Config, shape: ModelShape | None, strategy: Strategy) -> It
         yield ("the 4-bit base lies whole on every card" if shape is None or not shape.experts else
                "the 4-bit base lies whole on every card, and its routed experts stay in 16 bits: they are fused weights, which "
                "bitsandbytes does not quantise")  # fmt: skip
+    if strategy.nvme and shape is not None:
+        written = shape.parameters * (2 * strategy.master_bytes + strategy.moment_bytes) / 1e12
+        yield (f"zero3_nvme writes {written:.2f} TB to the disk in each step, and reads as much: consumer drives are rated for some hundreds "
+               "of TB in all")  # fmt: skip
+    if strategy.quantized_gathers:
+        yield "zeropp computes with weights rounded to 8 bits: its losses are not those of the other strategies"
     if optim.schedule == "warmup":
         yield f"schedule warmup: the learning rate stays at {optim.lr:g} after the warm-up, it never decays"
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,8 @@ def _can_train(config: Config, plan: Plan) -> None:
         raise ConfigError("model.attention=flash_attention_2 needs the package flash-attn, which is not installed: it runs on a GPU "
                           "only. Install it (`pip install flash-attn --no-build-isolation`), or use model.attention=sdpa")  # fmt: skip
     check_installed(plan.optimizer)
+    if plan.strategy.nvme and plan.shape is not None:
+        checkpoints.check_offload_dir(config, 16 * plan.shape.parameters)
     if plan.chosen.forbidden:
         raise PlanError(f"strategy {plan.strategy.name} {'; '.join(plan.chosen.reasons)}")
     if config.method.kind == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
@@ -525,6 +528,8 @@ def train(task: _Task, plan: Plan) -> None:
         dist.barrier()
         dist.destroy_process_group()
     launch.stand_as_before(hidden)
+    if main and plan.strategy.nvme:  # the checkpoints have copies
+        shutil.rmtree(checkpoints.offload_folder(config, run_dir), ignore_errors=True)
     # Under a launcher this process starts the check next: give back the card and the host's memory first.
     del trainer, model, run_log
     gc.collect()

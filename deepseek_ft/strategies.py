@@ -22,6 +22,8 @@ class Strategy:
     """Weights rest on the host and are copied in per layer."""
     nvme: bool = False
     """What is offloaded lies on a disk and passes through the host."""
+    quantized_gathers: bool = False
+    """Weights travel between the cards in 8 bits, and are what forward and backward pass see."""
     pipeline: bool = False
     """Each card holds a run of consecutive layers, and micro-batches pass through."""
     tensor: bool = False
@@ -59,6 +61,10 @@ _ROWS = [
              stage=3, offload_optimizer=True, **_BF16_STATES),
     Strategy("zero3_offload_all", "as zero3, optimizer and weights on the host", stage=3, offload_optimizer=True,
              offload_params=True),
+    Strategy("zero3_nvme", "as zero3_offload, master weights and states on a disk: the slowest, for a host whose memory is short",
+             stage=3, offload_optimizer=True, nvme=True, chosen=False),
+    Strategy("zeropp", "as zero3, weights gathered in 8 bits (ZeRO++, arXiv:2306.10209 §3.1): half the traffic, rounded weights; not run "
+             "on a card yet", stage=3, quantized_gathers=True, precisions=("bf16", "fp16"), chosen=False),
     Strategy("pipeline", "layers in stages, one per card, micro-batches in a row (1F1B)", deepspeed=False, pipeline=True,
              precisions=("bf16", "fp32"), chosen=False),  # what it has room for, zero1 is as fast at
     Strategy("pipeline_bf16", "as pipeline with bf16 weights and states: 8 B per parameter in all", deepspeed=False, pipeline=True,

@@ -48,6 +48,7 @@ CONSTANTS: dict[str, Constant] = {
     "fp16_scan_core_seconds_per_parameter": Constant(
         5.67e-9, 8e-9, 2e-9, "search for inf and nan in offloaded fp16 gradients, one core: measured"),
     "launch_seconds": Constant(5e-6, 10e-6, 3e-6, "host time of one kernel: assumed; it shows at small micro-batches"),
+    "disk_read_bytes_per_second": Constant(3e9, 0.5e9, 6e9, "one NVMe drive, for all ranks together: assumed"),
     "disk_write_bytes_per_second": Constant(1e9, 0.2e9, 3e9, "one NVMe drive: assumed"),
 }  # fmt: skip
 KERNELS_PER_LAYER = 45  # a forward pass of a llama layer in eager mode, counted in a trace; latent attention has more
@@ -80,6 +81,7 @@ LIMITS = {
     "copies": "copies between card and host",
     "CPU optimizer": "the optimizer on the host's cores",
     "host memory": "the optimizer, reading and writing host memory",
+    "disk": "the optimizer's states, read from the disk and written back in every step",
     "pipeline bubble": "stages that wait for each other: more micro-batches per step would help",
 }
 
@@ -177,7 +179,7 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
             parts[name] = parts.get(name, 0.0) + seconds
 
     # -- gradients and weights between the cards: a ring moves (w - 1) / w of the tensor per card and direction
-    ring_weights = (w - 1) / w * n * e
+    ring_weights = (w - 1) / w * n * (1 if s.quantized_gathers else e)  # and a scale for a few thousand
     ring_gradients = (w - 1) / w * trained * (4 if load.autocast else e)
     collective, pcie = c["collective_bytes_per_second"], c["pcie_bytes_per_second"]
     if s.stage == 3:
@@ -204,6 +206,9 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
         dram = trained * touched * WRITE_ALLOCATE / c["dram_bytes_per_second"]
         cores = trained * c["cpu_adam_core_seconds_per_parameter"] / threads
         add("host memory" if dram > cores else "CPU optimizer", max(dram, cores))
+        if s.nvme:  # gradients and states, in and out
+            swapped = trained * (2 * s.master_bytes + load.moment_bytes)
+            add("disk", swapped / c["disk_read_bytes_per_second"] + swapped / c["disk_write_bytes_per_second"])
         if load.precision == "fp16":
             add("CPU optimizer", trained * c["fp16_scan_core_seconds_per_parameter"] / threads)
     else:

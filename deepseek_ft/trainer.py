@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from . import activations, adapters, evaluation, experts, optimizers
+from . import activations, adapters, checkpoints, evaluation, experts, optimizers
 from .config import Config
 from .data.blocks import Blocks, collate
 from .errors import RunError
@@ -38,6 +38,8 @@ def build_training_args(
         if plan.strategy.offload_optimizer:
             # Otherwise accelerate rebuilds the optimizer that we pass, and its DeepSpeedCPUAdam is Adam with L2, not AdamW.
             deepspeed["zero_force_ds_cpu_optimizer"] = False
+        if plan.strategy.nvme and config.deepspeed is None:
+            deepspeed["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(checkpoints.offload_folder(config, run_dir))
     optim, train = config.optim, config.train
     return kind(
         output_dir=str(run_dir),
@@ -135,6 +137,12 @@ class FineTuneTrainer(Trainer):
         if self.plan.strategy.stage == 3:
             optimizers.share_master_weights(self.model_wrapped.optimizer)
         return prepared
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.plan.strategy.nvme:
+            tag = Path(checkpoint, "latest").read_text(encoding="utf-8").strip()
+            optimizers.resume_from_disk(self.model_wrapped.optimizer, Path(checkpoint, tag), self.args.process_index)
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """The recipe's curve, unless the DeepSpeed file has a scheduler (which was checked to say the same)."""

@@ -101,6 +101,8 @@ class Workload:
     optimizer: Optimizer = OPTIMIZERS["adamw"]
     optimizer_rank: int = 128
     """Of those that project gradients to a low rank."""
+    states_elsewhere: bool = False
+    """What is offloaded to a disk does not lie beside the run."""
     fused_optimizer: bool = True
     """Torch's fused AdamW has no temporaries; the other kind has two of the size of what it updates."""
 
@@ -429,4 +431,5 @@ def workload_of(config: Config, shape: ModelShape, strategy: Strategy, world_siz
         ranks_per_host=min(world_size, len(hardware.gpus)) if hardware.gpus else None,
         optimizer=resolve(config.optim.name, strategy),
         optimizer_rank=config.optim.rank,
+        states_elsewhere=config.offload_dir is not None,
     )

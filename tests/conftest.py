@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_ft.ops import missing_for_builds
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that spin would take the cores from the ranks of a test
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -23,6 +25,11 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 needs_shared = pytest.mark.skipif(
     not SHARED.is_dir(), reason="needs the real files beside the checkout (../shared/data)"
+)
+
+
+needs_libaio = pytest.mark.skipif(
+    bool(missing_for_builds(["async_io"])), reason="DeepSpeed's async_io op cannot be built here: apt-get install libaio-dev"
 )
 
 

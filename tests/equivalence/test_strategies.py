@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import TABLE, train
+from conftest import TABLE, needs_libaio, train
 
 from deepseek_ft import load_config
 from deepseek_ft.report import read_metrics
@@ -44,6 +44,7 @@ MEMBERS = {  # strategy and more words, ranks, micro-batch
     "zero2_offload, 3 ranks": ("strategy=zero2_offload", 3, 2),
     "zero3_offload, 3 ranks": ("strategy=zero3_offload", 3, 4),
     "zero3_offload_all, 2 ranks": ("strategy=zero3_offload_all", 2, 6),
+    "zero3_nvme, 2 ranks": ("strategy=zero3_nvme model.tokenizer=train:8000", 2, 6),  # smaller shards stay in memory
     "pipeline, 2 stages": ("strategy=pipeline", 2, 2),
     "pipeline, 3 stages": ("strategy=pipeline", 3, 1),
     "pipeline, 2 x 2 stages": ("strategy=pipeline stages=[1,2]", 4, 3),
@@ -100,13 +101,16 @@ def weights(folder: Path) -> dict:
 def members():
     for model in MODELS:
         for name in MEMBERS:
-            yield pytest.param(model, name, id=f"{model}, {name}", marks=() if (model, name) in CORE else pytest.mark.slow)
+            marks = [pytest.mark.slow] * ((model, name) not in CORE) + [needs_libaio] * ("nvme" in name)
+            yield pytest.param(model, name, id=f"{model}, {name}", marks=marks)
 
 
 @pytest.mark.parametrize(("model", "name"), list(members()))
 def test_a_strategy_trains_what_one_process_does(model, name, run, tiny_recipe, rows):
     words, ranks, micro = MEMBERS[name]
-    one, result = run(model, *REFERENCE), run(model, words, ranks, micro)
+    others = [word for word in words.split() if word.startswith("model.tokenizer")]
+    reference = (" ".join([REFERENCE[0], *others]), *REFERENCE[1:])
+    one, result = run(model, *reference), run(model, words, ranks, micro)
     (losses, norms), (found, found_norms) = curve(one), curve(result)
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.2 and min(norms) < 0.5 < max(norms), (losses, norms)
 
@@ -115,12 +119,12 @@ def test_a_strategy_trains_what_one_process_does(model, name, run, tiny_recipe, 
     assert facts["world_size"] == ranks and facts.get("engine_world_size", ranks) == ranks
     if strategy.startswith("zero"):
         assert (facts["engine"], facts["zero_stage"]) == ("DeepSpeedEngine", int(strategy[4]))
-        assert facts["optimizer"] == ("DeepSpeedCPUAdam" if "offload" in strategy else "AdamW")
+        assert facts["optimizer"] == ("DeepSpeedCPUAdam" if "offload" in strategy or "nvme" in strategy else "AdamW")
     elif ENGINES[strategy]:
         assert facts["engine"] == ENGINES[strategy]
     assert result["global_batch_size"] == ROWS_A_STEP and result["target_tokens"] == one["target_tokens"]
 
-    before = weights(Path(_load_materials(load_config(tiny_recipe, overrides(model, rows, *REFERENCE))).model_source))
+    before = weights(Path(_load_materials(load_config(tiny_recipe, overrides(model, rows, *reference))).model_source))
     after, expected = weights(result["folder"] / "model"), weights(one["folder"] / "model")
     assert after.keys() == expected.keys() == before.keys()
     moved = sum(float((expected[n] - before[n]).double().square().sum()) for n in expected)
