@@ -146,6 +146,11 @@ def _family(base: Path) -> Iterator[Path]:
         n += 1
 
 
+def free_folder(base: Path) -> Path:
+    """The first of `x`, `x-2`, `x-3`, … that is not there."""
+    return next(folder for folder in _family(base) if not folder.exists())
+
+
 def _is_finished(run_dir: Path) -> bool:
     return read_json(run_dir / "run.json").get("status") == "finished"
 

@@ -11,15 +11,20 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from . import __version__
 from .errors import ConfigError, DataError, DeepSeekFTError, PlanError, RunError
+
+if TYPE_CHECKING:
+    from .hardware import Hardware
 
 _EPILOG = """\
 examples:
   deepseek-ft train quickstart
   deepseek-ft train deepseek-llm-7b/wikitext103_full data.path=wikitext-103 train.precision=bf16 --gpus 3
   deepseek-ft plan deepseek-llm-7b/wikitext103_full --gpus 3 --gpu rtx4090 --host-ram-gib 256
+  deepseek-ft bench --strategies single,ddp,zero3        a few steps under each, in one table
   deepseek-ft recipes deepseek-coder-7b/code_full        show a recipe, resolved
   deepseek-ft data show quickstart                       what is read and what is learnt
   deepseek-ft merge runs/my-run                          adapter and base -> a model folder
@@ -76,16 +81,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("recipe", help="a shipped recipe's name, or a YAML file")
     plan.add_argument("overrides", nargs="*", metavar="key=value")
-    plan.add_argument("--gpus", type=int, metavar="N", help="how many cards (with --gpu: 3)")
-    plan.add_argument("--gpu", metavar="NAME", help="which, such as rtx4090")
-    plan.add_argument("--host-ram-gib", type=float, metavar="GIB")
-    plan.add_argument("--disk-gib", type=float, metavar="GIB", help="free where the run is written")
-    plan.add_argument("--cores", type=int, metavar="N")
-    plan.add_argument("--pcie", metavar="x16,x8,x4", help="lanes of each card, or of all")
-    plan.add_argument(
-        "--constant", action="append", default=[], metavar="NAME=VALUE", help="one of timing.CONSTANTS, measured"
-    )
+    _add_machine(plan)
     plan.add_argument("--json", action="store_true")
+
+    bench = commands.add_parser(
+        "bench",
+        help="a recipe under every strategy, in one table",
+        description="Train a recipe for a few steps under each strategy, in processes of its own, and put speed, memory and losses beside "
+        "the plan. Without a GPU its tiny stand-in runs on CPU ranks. --predict runs nothing and prints the planned table.",
+    )
+    bench.add_argument("recipe", nargs="?", default="quickstart", help="a shipped recipe's name, or a YAML file (quickstart)")
+    bench.add_argument("overrides", nargs="*", metavar="key=value")
+    bench.add_argument("--strategies", metavar="A,B", help="which, by name (all)")
+    bench.add_argument("--steps", type=_count, metavar="N", default=10, help="steps that count, of each run (10)")
+    bench.add_argument("--warmup", type=_count, metavar="N", default=3, help="steps before them (3)")
+    bench.add_argument("--repeats", type=_count, metavar="N", default=2, help="runs of each strategy, in turn (2)")
+    bench.add_argument("--output", metavar="DIR", help="a new folder for the table (runs/bench-RECIPE)")
+    bench.add_argument("--predict", action="store_true", help="run nothing: the planned table, of this machine or of the one described")
+    _add_machine(bench, " (with --predict)")
+    bench.add_argument("--json", action="store_true", help="for programs")
 
     recipes = commands.add_parser("recipes", help="list the shipped recipes, or show one")
     recipes.add_argument("recipe", nargs="?")
@@ -119,6 +133,26 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--quick", action="store_true", help="look only, measure nothing")
     doctor.add_argument("--clear-locks", action="store_true", help="first remove the locks of builds that were killed")
     return parser
+
+
+def _add_machine(parser: argparse.ArgumentParser, when: str = "") -> None:
+    """The flags that describe a machine; those but --gpus are of a machine that need not be there."""
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many cards (with --gpu: 3)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"which, such as rtx4090{when}")
+    parser.add_argument("--host-ram-gib", type=float, metavar="GIB")
+    parser.add_argument("--disk-gib", type=float, metavar="GIB", help="free where the run is written")
+    parser.add_argument("--cores", type=int, metavar="N")
+    parser.add_argument("--pcie", metavar="x16,x8,x4", help="lanes of each card, or of all")
+    parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE", help="one of timing.CONSTANTS, measured")
+
+
+def _described(arguments: argparse.Namespace, here: Hardware) -> Hardware:
+    from .hardware import described
+
+    return described(
+        here, gpus=arguments.gpus, gpu=arguments.gpu, host_ram_gib=arguments.host_ram_gib, disk_gib=arguments.disk_gib,
+        cores=arguments.cores, pcie=arguments.pcie.split(",") if arguments.pcie else None, constants=_constants(arguments.constant),
+    )  # fmt: skip
 
 
 def set_up_logging() -> None:
@@ -192,7 +226,7 @@ def _constants(words: list[str]) -> dict[str, float]:
 def _plan(arguments: argparse.Namespace) -> None:
     from . import launch, plan_view
     from .data.sources import guess_tokens
-    from .hardware import described, probe
+    from .hardware import probe
     from .planner import plan_run, schedule_run
     from .recipe import load_config
     from .shapes import fetch_config, find_shape
@@ -202,10 +236,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         fetch_config(config.model.path)  # a kilobyte; everything else is arithmetic
     here = probe(config.output_dir)
     other = arguments.gpu is not None or bool(arguments.gpus and not here.gpus)
-    hardware = described(
-        here, gpus=arguments.gpus, gpu=arguments.gpu, host_ram_gib=arguments.host_ram_gib, disk_gib=arguments.disk_gib,
-        cores=arguments.cores, pcie=arguments.pcie.split(",") if arguments.pcie else None, constants=_constants(arguments.constant),
-    )  # fmt: skip
+    hardware = _described(arguments, here)
     plan = plan_run(config, hardware, can_build_ops=True if other else None, force=True)
     try:
         guesses = [guess_tokens(s, config.data, f"data.train.{i}") for i, s in enumerate(config.data.train)]
@@ -227,6 +258,33 @@ def _plan(arguments: argparse.Namespace) -> None:
             if arguments.json
             else "it does not fit; see above"
         )
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from . import benchmark
+    from .hardware import probe
+    from .recipe import load_config
+
+    if "=" in arguments.recipe:  # settings of the recipe that needs no name
+        arguments.recipe, arguments.overrides = "quickstart", [arguments.recipe, *arguments.overrides]
+    config = load_config(arguments.recipe, arguments.overrides)
+    names = benchmark.chosen_strategies(arguments.strategies)
+    machine = ("gpu", "host_ram_gib", "disk_gib", "cores", "pcie")
+    if arguments.predict:
+        table = benchmark.predict(config, _described(arguments, probe(config.output_dir)), names)
+    else:
+        if given := [f"--{name.replace('_', '-')}" for name in machine if getattr(arguments, name) is not None] + ["--constant"] * bool(arguments.constant):
+            raise ConfigError(f"{', '.join(given)} would describe another machine, and what is measured is this one: add --predict, or leave "
+                              "it out")  # fmt: skip
+        for name in ("steps", "repeats"):
+            if getattr(arguments, name) < 1:
+                raise ConfigError(f"--{name}: got {getattr(arguments, name)}; at least 1")
+        output = arguments.output or f"runs/bench-{config.name}"
+        table, folder = benchmark.bench(config, names, output, arguments.gpus, arguments.steps, arguments.warmup, arguments.repeats)
+        logging.getLogger("deepseek_ft").info("%s: table.md, table.json, tokens_per_second.png, and each run with its log", folder)
+    print(benchmark.to_json(table) if arguments.json else table.markdown())
+    if not arguments.predict and not any(row.runs for row in table.rows):
+        raise RunError("no strategy ran; the table says why")
 
 
 def _recipes(arguments: argparse.Namespace) -> None:
@@ -366,7 +424,7 @@ def main(argv: list[str] | None = None) -> int:
     if late:
         arguments.overrides += late
     set_up_logging()
-    actions = {"train": _train, "plan": _plan, "recipes": _recipes, "data": _data, "doctor": _doctor, "merge": _merge}
+    actions = {"train": _train, "plan": _plan, "bench": _bench, "recipes": _recipes, "data": _data, "doctor": _doctor, "merge": _merge}
     action = actions[arguments.command]
     try:
         return guard(lambda: action(arguments))

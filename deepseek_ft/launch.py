@@ -3,6 +3,7 @@ only for processes that it starts (or that a launcher started for nothing else t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -16,7 +17,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from . import errors
 from .config import Config
@@ -250,16 +251,20 @@ def _command(plan: Plan, words: Sequence[str], hostfile: str | None) -> list[str
     ]  # fmt: skip
 
 
-def run_worker(words: Sequence[str], environment: dict[str, str]) -> None:
-    """One child process, such as the preparation before the ranks, whose output goes where ours goes."""
-    _run([sys.executable, "-m", "deepseek_ft", *words], environment, what=words[1])
+def run_worker(words: Sequence[str], environment: dict[str, str], log_file: Path | None = None) -> None:
+    """One child process, such as the preparation before the ranks."""
+    _run([sys.executable, "-m", "deepseek_ft", *words], environment, words[1], log_file)
 
 
-def run_stages(config: Config, plan: Plan, stages: Sequence[str], task: str, hostfile: str | None = None) -> None:
+def run_stages(config: Config, plan: Plan, stages: Sequence[str], task: str, hostfile: str | None = None,
+               log_file: Path | None = None) -> None:  # fmt: skip
     """A run's stages, `worker STAGE TASK` each, one after another: `train` on every rank, the others in one process.
 
     CPU ranks are forks of one process that has imported the libraries (`fork_stages`): three ranks on two cores would be half a
     minute at it. A process that has looked for cards cannot be forked, so with cards each stage and rank is a new one.
+
+    Args:
+        log_file: where their output goes; None: where ours goes.
 
     Raises:
         RunError: a rank failed; the others have been stopped.
@@ -270,26 +275,27 @@ def run_stages(config: Config, plan: Plan, stages: Sequence[str], task: str, hos
     if plan.device == "cpu" and hostfile is None:
         told = {"stages": list(stages), "task": task, "ranks": plan.world_size, "deepspeed": plan.strategy.deepspeed,
                 "threads": {"train": int(for_ranks["OMP_NUM_THREADS"]), "else": int(alone["OMP_NUM_THREADS"])}}  # fmt: skip
-        _run([sys.executable, "-m", "deepseek_ft", "worker", "stages", json.dumps(told)], alone, what="the run")
+        _run([sys.executable, "-m", "deepseek_ft", "worker", "stages", json.dumps(told)], alone, "the run", log_file)
         return
     for stage in stages:
         if stage == "train":
-            _run(_command(plan, ["worker", stage, task], hostfile), for_ranks, what="training")
+            _run(_command(plan, ["worker", stage, task], hostfile), for_ranks, "training", log_file)
         else:
-            run_worker(["worker", stage, task], alone)
+            run_worker(["worker", stage, task], alone, log_file)
 
 
-def _run(command: list[str], environment: dict[str, str], what: str) -> None:
+def _run(command: list[str], environment: dict[str, str], what: str, log_file: Path | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="deepseek_ft_") as folder:
         error_file = Path(folder, "error.json")
-        code = _wait(command, environment | {_ERROR_FILE: str(error_file)})
+        with open(log_file, "ab") if log_file is not None else contextlib.nullcontext() as output:
+            code = _wait(command, environment | {_ERROR_FILE: str(error_file)}, output)
         if code == 0:
             return
         if error_file.is_file():
             told = json.loads(error_file.read_text(encoding="utf-8"))
             raise getattr(errors, told["type"])(told["message"])
     name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    raise RunError(f"{what} ended with {name}; the reason stands above")
+    raise RunError(f"{what} ended with {name}; the reason stands {'above' if log_file is None else f'in {log_file}'}")
 
 
 def report_error(error: errors.DeepSeekFTError) -> bool:
@@ -323,16 +329,16 @@ def timed_out(error: BaseException) -> bool:
     return any(sign in str(error) for sign in signs)
 
 
-def _wait(command: list[str], environment: dict[str, str]) -> int:
+def _wait(command: list[str], environment: dict[str, str], output: BinaryIO | None = None) -> int:
     # In a session of its own: Ctrl-C reaches this process alone, which then stops the others in order.
-    in_notebook = "ipykernel" in sys.modules  # there, file descriptors 1 and 2 are not the cell's output
+    in_notebook = "ipykernel" in sys.modules and output is None  # there, file descriptors 1 and 2 are not the cell's output
     process = subprocess.Popen(
         command,
         env=environment,
         start_new_session=True,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if in_notebook else None,
-        stderr=subprocess.STDOUT if in_notebook else None,
+        stdout=subprocess.PIPE if in_notebook else output,
+        stderr=subprocess.STDOUT if in_notebook or output is not None else None,
         text=in_notebook or None,
         encoding="utf-8" if in_notebook else None,
         errors="replace" if in_notebook else None,

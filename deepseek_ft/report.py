@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +53,35 @@ def plot_loss(metrics: list[dict], path: Path, title: str) -> Path | None:
     rate.set_ylabel("learning rate")
     rate.set_xlabel("step")
     rate.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def plot_speeds(bars: Sequence[tuple[str, float | None, float | None]], path: Path, title: str) -> Path | None:
+    """Tokens/s by strategy as a PNG, measured and planned apart; None without data.
+
+    Args:
+        bars: (name, measured, planned), either of which may not be there.
+    """
+    from matplotlib.figure import Figure
+
+    known = [bar for bar in bars if bar[1] or bar[2]]
+    if not known:
+        return None
+    figure = Figure(figsize=(8, 1 + 0.4 * len(known)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(known), 0, -1)
+    both = any(bar[1] for bar in known) and any(bar[2] for bar in known)
+    height = 0.35 if both else 0.7
+    for nth, label, style in ((1, "measured", {"color": "#4d6bfe"}), (2, "planned", {"facecolor": "none", "edgecolor": "#555555", "hatch": "//"})):
+        if any(bar[nth] for bar in known):
+            shift = (height / 2 if nth == 1 else -height / 2) if both else 0.0
+            axes.barh([place + shift for place in places], [bar[nth] or 0.0 for bar in known], height, label=label, **style)
+    axes.set_yticks(list(places), [bar[0] for bar in known])
+    axes.set_xlabel("tokens/s")
+    axes.set_title(title, fontsize=8, wrap=True)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()
     figure.savefig(path, dpi=120)
     return path
 

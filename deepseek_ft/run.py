@@ -84,7 +84,7 @@ def finetune(
         free = hardware.disk_free_bytes
         hardware = dataclasses.replace(hardware, disk_free_bytes=free and free + checkpoints.size_bytes(run_dir))
     plan = plan_run(planned, hardware, launched_ranks=launched if launched is not None else on_hosts, force=force)
-    _can_train(config, plan)
+    can_train(config, plan)
     if checkpoint is not None:
         notes += checkpoints.check_resume(run_dir, checkpoint, config, plan)
     _look_for_data(config)
@@ -113,8 +113,12 @@ def finetune(
     return RunResult.load(run_dir)
 
 
-def _can_train(config: Config, plan: Plan) -> None:
-    """What even --force does not start."""
+def can_train(config: Config, plan: Plan) -> None:
+    """What even --force does not start.
+
+    Raises:
+        ConfigError, PlanError: a package or a card that it needs is not there.
+    """
     if config.train.loss == "liger":
         if importlib.util.find_spec("liger_kernel") is None:
             raise ConfigError("train.loss=liger needs the package liger-kernel, which is not installed: it runs on a GPU only. "
@@ -143,6 +147,20 @@ def _can_train(config: Config, plan: Plan) -> None:
         )
 
 
+def rehearse(config: Config, run_dir: Path, log_file: Path) -> RunResult:
+    """Train a recipe in processes of its own and keep its figures, not its model; what they print goes into `log_file`.
+
+    Raises:
+        DeepSeekFTError: as `finetune`.
+    """
+    plan = plan_run(config)
+    can_train(config, plan)
+    _look_for_data(config)
+    task = _Task(asked=config, config=_decided(config, plan), run_dir=run_dir, checkpoint=None, keep_model=False)
+    launch.run_stages(config, plan, ["prepare", "train"], task.to_json(), log_file=log_file)
+    return RunResult.load(run_dir)
+
+
 def _announce(config: Config, plan: Plan, run_dir: Path, notes: Sequence[str]) -> None:
     from .data.sources import guess_tokens
 
@@ -169,16 +187,18 @@ class _Task:
     """With the plan's decisions put in, so that every process plans the same."""
     run_dir: Path
     checkpoint: Path | None
+    keep_model: bool = True
+    """False: only its figures are wanted."""
 
     def to_json(self) -> str:
         return json.dumps({"asked": to_dict(self.asked), "config": to_dict(self.config), "run_dir": str(self.run_dir),
-                           "checkpoint": str(self.checkpoint) if self.checkpoint else None})  # fmt: skip
+                           "checkpoint": str(self.checkpoint) if self.checkpoint else None, "keep_model": self.keep_model})  # fmt: skip
 
     @classmethod
     def from_json(cls, text: str) -> _Task:
         raw = json.loads(text)
         checkpoint = Path(raw["checkpoint"]) if raw["checkpoint"] else None
-        return cls(load_config(raw["asked"]), load_config(raw["config"]), Path(raw["run_dir"]), checkpoint)
+        return cls(load_config(raw["asked"]), load_config(raw["config"]), Path(raw["run_dir"]), checkpoint, raw["keep_model"])
 
 
 def _decided(config: Config, plan: Plan) -> Config:
@@ -473,8 +493,9 @@ def train(task: _Task, plan: Plan) -> None:
 
     if materials.eval is not None and trainer.last_block_nll is None:  # resumed after its last step
         trainer.evaluate()
-    learn_to_stop(model, materials.tokenizer, materials.form)
-    save_model_folder(trainer, materials.tokenizer, run_dir / "model")
+    if task.keep_model:
+        learn_to_stop(model, materials.tokenizer, materials.form)
+        save_model_folder(trainer, materials.tokenizer, run_dir / "model")
     peak = from_all(peak_memory_bytes(plan.device))
     host_peak = from_all(peak_memory_bytes("cpu"))
     more_facts = trainer.gathered_facts()

@@ -12,7 +12,7 @@ from conftest import ROOT, clean_environment
 
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "peft", "evaluate", "accelerate", "matplotlib", "pandas"}
 LIGHT = ("__init__", "errors", "config", "recipe", "hardware", "shapes", "strategies", "planner", "deepspeed_config", "ops",
-         "cli", "doctor", "measure", "memory", "workload", "tape", "timing", "candidates", "offers", "plan_view", "launch", "run", "schedules", "report", "checkpoints", "data.sources", "data.blocks")  # fmt: skip
+         "cli", "doctor", "measure", "memory", "workload", "tape", "timing", "candidates", "offers", "plan_view", "launch", "run", "schedules", "report", "checkpoints", "benchmark", "data.sources", "data.blocks")  # fmt: skip
 
 
 def loaded_after(code: str) -> set[str]:
