@@ -35,6 +35,8 @@ class Row:
 
     strategy: str
     ranks: int
+    cards: int
+    """As many as ranks, but under `layer_split`."""
     micro_batch_size: int
     grad_accum_steps: int
     global_batch_size: int
@@ -61,10 +63,10 @@ class Row:
         return max((abs(a / b - 1) for a, b in zip(self.runs[0]["losses"], single.runs[0]["losses"], strict=False)), default=None)
 
     def efficiency(self, single: float | None, planned: bool = False) -> float | None:
-        """tokens/s over as many times a single rank's as there are ranks."""
+        """tokens/s over as many times a single card's as there are cards."""
         timing = self.planned.timing if self.planned else None
         speed = (timing.tokens_per_second if timing else None) if planned else self.median("tokens_per_second")
-        return speed / (self.ranks * single) if speed and single else None
+        return speed / (self.cards * single) if speed and single else None
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Bench:
             lines += [self.note, ""]
         if self.measured:
             lines += [f"Medians of {self.repeats} run{'s' * (self.repeats > 1)} of {self.steps} steps after {self.warmup_steps} of warm-up, runs of "
-                      "the strategies in turn, each in processes of its own. Efficiency: tokens/s over as many times single's as there are ranks. "
+                      "the strategies in turn, each in processes of its own. Efficiency: tokens/s over as many times single's as there are ranks or cards. "
                       "Off by: the largest difference of a step's loss to single's, relative. Planned figures are estimates (docs/planner.md).", ""]  # fmt: skip
         else:
             lines += ["Estimates (docs/planner.md). In brackets: does not fit, and would be so fast if it did. Efficiency: tokens/s over as many "
@@ -239,15 +241,17 @@ def _laid_out(config: Config, name: str, ranks: int, batch: int, steps: int) -> 
     train = dataclasses.replace(
         config.train, max_steps=steps, global_batch_size=batch, grad_accum_steps=None, log_steps=1, eval_steps=None, save_steps=None
     )
-    own = 1 if not STRATEGIES[name].many_ranks else ranks
+    row = STRATEGIES[name]
+    own = ranks if row.many_ranks or row.split else 1
     return dataclasses.replace(config, strategy=name, deepspeed=None, ranks=own, train=train, data=dataclasses.replace(config.data, eval=[]),
-                               stages=config.stages if STRATEGIES[name].pipeline else None)  # fmt: skip
+                               stages=config.stages if row.staged else None)  # fmt: skip
 
 
 def _row(config: Config, plan: Plan | None, name: str, reason: str | None) -> Row:
-    ranks, micro = config.ranks or 1, config.train.micro_batch_size
+    cards, micro = config.ranks or 1, config.train.micro_batch_size
+    ranks = cards if STRATEGIES[name].many_ranks else 1
     batch = config.train.global_batch_size or micro * ranks
-    return Row(name, ranks, micro, batch // (micro * ranks), batch, plan.chosen if plan else None, reason)
+    return Row(name, ranks, cards, micro, batch // (micro * ranks), batch, plan.chosen if plan else None, reason)
 
 
 def compare(config: Config, hardware: Hardware, names: Sequence[str], ranks: int, steps: int) -> tuple[list[Row], list[Config | None]]:
@@ -297,8 +301,8 @@ def _short(plan: Plan) -> str:
     if not plan.chosen.forbidden and memory is not None and plan.hardware.gpus:
         usable = usable_gpu_bytes(plan.hardware, plan.world_size)
         if memory.gpu_bytes > usable:
-            return f"card: {_gib(memory.gpu_bytes)} of {_gib(usable)} GiB"
-        return f"host: {_gib(memory.host_bytes)} of {plan.hardware.host_memory_bytes / GIB:.0f} GiB"
+            return f"card {_gib(memory.gpu_bytes)} of {_gib(usable)} GiB"
+        return f"host {_gib(memory.host_bytes)} of {plan.hardware.host_memory_bytes / GIB:.0f} GiB"
     return plan.chosen.reasons[0].split(": ")[0]
 
 

@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 
 def peak_memory_bytes(device: str) -> int:
-    """Of this rank so far: allocated on its GPU, or resident in the host's memory where there is none."""
+    """Of this rank so far: allocated on its fullest GPU, or resident in the host's memory where there is none."""
     if device == "cuda":
-        return torch.cuda.max_memory_allocated()
+        return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))  # a process may have several
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

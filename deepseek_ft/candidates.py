@@ -16,7 +16,7 @@ from .recipe import resource_dir
 from .shapes import ModelShape
 from .strategies import Strategy
 from .timing import Timing, estimate_time
-from .workload import Workload, splits_of, workload_of
+from .workload import Workload, cards_of, splits_of, workload_of
 
 MARGIN = 0.95
 """Share of the usable memory that `auto` fills: estimates are not promises."""
@@ -75,19 +75,26 @@ def shipped(name: str) -> dict:
 
 
 def forbidden(
-    config: Config, shape: ModelShape | None, strategy: Strategy, world_size: int, hardware: Hardware
+    config: Config, shape: ModelShape | None, strategy: Strategy, world_size: int, hardware: Hardware, cards: int | None = None
 ) -> Iterator[str]:
-    """What no amount of memory would change."""
+    """What no amount of memory would change.
+
+    Args:
+        cards: over which one process spreads; None: as many as ranks.
+    """
     precision = config.train.precision
     if precision not in strategy.precisions:
         yield f"runs in {' or '.join(strategy.precisions)} only, got train.precision={precision}"
     if not strategy.many_ranks and world_size != 1:
         yield f"is one process, and there are {world_size} ranks"
-    if strategy.pipeline and shape is None:
+    parts = world_size if cards is None else cards
+    if strategy.split and parts == 1:
+        yield "spreads the layers over several cards, and there is one"
+    if strategy.staged and shape is None:
         yield f"cuts a model whose layers are known, and {config.model.path} is not known before its download"
-    elif strategy.pipeline:
-        yield from _wrong_stages(config, shape, world_size)
-    if strategy.pipeline and config.experts != ExpertsConfig():
+    elif strategy.staged:
+        yield from _wrong_stages(config, shape, parts)
+    if strategy.staged and config.experts != ExpertsConfig():
         yield "knows no options of experts: leave out experts, or use another strategy"
     if strategy.pipeline and config.model.new_tokens:
         yield "cannot add tokens: leave out model.new_tokens, or use another strategy"
@@ -173,24 +180,23 @@ def short_of_disk(candidate: Candidate, hardware: Hardware) -> tuple[str, ...]:
 
 def assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_size: int, accumulation: int,
             hardware: Hardware, deepspeed: Mapping | None = None) -> Candidate:  # fmt: skip
-    if (
-        not strategy.many_ranks and config.strategy != strategy.name
-    ):  # the table's baseline: one of the cards, the same batch
+    cards = cards_of(config, strategy, world_size, hardware)
+    if not strategy.many_ranks and config.strategy != strategy.name:  # in the table of others: the same batch
         accumulation, world_size = accumulation * world_size, 1
-    reasons = list(forbidden(config, shape, strategy, world_size, hardware))
+    reasons = list(forbidden(config, shape, strategy, world_size, hardware, cards))
     optimizer = resolve(config.optim.name, strategy)
-    if shape is None or (strategy.pipeline and any(_wrong_stages(config, shape, world_size))) or (strategy.tensor and reasons):
+    if shape is None or (strategy.staged and any(_wrong_stages(config, shape, cards))) or (strategy.tensor and reasons):
         return Candidate(strategy, reasons=tuple(reasons), forbidden=bool(reasons), optimizer=optimizer)
     if deepspeed is None and strategy.deepspeed:
         deepspeed = shipped(strategy.name)
     load: Workload | None = None
     checkpoints = config.train.save_total_limit + 1 if config.train.save_steps else 0
-    for split in splits_of(config, shape, strategy, world_size):
+    for split in splits_of(config, shape, strategy, cards):
         tried = workload_of(config, shape, strategy, world_size, accumulation, hardware, deepspeed, split)
-        if load is not None and hardware.gpus and resident_bytes(tried)[0] > usable_gpu_bytes(hardware, world_size):
+        if load is not None and hardware.gpus and resident_bytes(tried)[0] > usable_gpu_bytes(hardware, cards):
             continue
         held = estimate(tried, checkpoints)
-        short = list(_short_of(held, hardware, world_size))
+        short = list(_short_of(held, hardware, cards))
         fits = all(share <= 1 for _, share in short)
         if fits or load is None:  # the fastest split that fits; where none does, the fastest
             load, memory, shares = tried, held, short

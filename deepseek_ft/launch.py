@@ -115,7 +115,7 @@ def child_environment(config: Config, plan: Plan, ranks_here: int) -> tuple[dict
                     "RTX 40 cards have no peer-to-peer: NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 set for the ranks"
                 )
     if plan.device == "cuda":
-        cards = [gpu.index for gpu in plan.hardware.gpus[: plan.world_size]]
+        cards = [gpu.index for gpu in plan.hardware.gpus[: plan.cards]]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which the cards were counted
         if len(cards) < len(plan.hardware.gpus):

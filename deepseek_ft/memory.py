@@ -396,7 +396,7 @@ class _Step:
 
 
 def _moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
-    if load.strategy.pipeline:
+    if load.strategy.staged:
         yield from _pipeline_moments(load)
         return
     step = _Step(load)
@@ -414,7 +414,10 @@ def _stage_parameters(load: Workload) -> list[int]:
         found.append(sum(each[start : start + size]))
         start += size
     found[0] += table
-    found[-1] += shape.hidden_size + (table if len(found) > 1 or not shape.tied else 0)
+    if load.strategy.split and shape.tied:  # one weight lies on one card, and all that uses it
+        found[0] += shape.hidden_size
+    else:
+        found[-1] += shape.hidden_size + (table if len(found) > 1 or not shape.tied else 0)
     return found
 
 
@@ -427,7 +430,9 @@ def _states(load: Workload, parameters: int) -> dict[str, float]:
 
 
 def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each stage of a pipeline at its fullest: 1F1B keeps as many micro-batches in flight as stages follow, and its own."""
+    """Each stage of a pipeline at its fullest: 1F1B keeps as many micro-batches in flight as stages follow, and its own; a card that
+    works while the others wait has one.
+    """
     shape, e, t = load.shape, load.element, load.tokens
     stream = FP32 if load.autocast else e
     kinds = [kind for kind in shape.kinds for _ in range(kind.count)]
@@ -437,13 +442,14 @@ def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
         mine, start = kinds[start : start + size], start + size
         last = stage == len(sizes) - 1
         tapes = [layer_tape(load, kind) for kind in {id(k): k for k in mine}.values()]
-        flying = min(len(sizes) - stage, load.grad_accum_steps * len(sizes))
+        flying = 1 if load.strategy.split else min(len(sizes) - stage, load.grad_accum_steps * len(sizes))
         working = max(sum(op.saves for op in tape) + max(op.work for op in tape) for tape in tapes) if load.checkpointing else max(
             op.work for tape in tapes for op in tape
         )  # fmt: skip
         # What enters a layer is kept, that of the first in its receive buffer.
         each = stream * shape.hidden_size * size if load.checkpointing else sum(sum(op.saves for op in layer_tape(load, k)) for k in mine)
-        loss = max(_loss_bytes(load, 0.0)[:2]) if last else 0.0  # the head's gradient is counted with the others
+        has_head = stage == 0 if load.strategy.split and shape.tied else last
+        loss = max(_loss_bytes(load, 0.0)[:2]) if has_head else 0.0  # the head's gradient is counted with the others
         # What leaves waits for its gradient; that comes into one buffer and another leaves.
         exchanged = stream * t * shape.hidden_size * ((not last) * (flying + 1) + (stage > 0))
         casts = e * parameters if load.autocast else 0.0
@@ -455,7 +461,7 @@ def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
 
 def resident_bytes(load: Workload) -> tuple[float, float]:
     """What stays on a card from the first step to the last, and on the host: a lower bound that costs nothing."""
-    if load.strategy.pipeline:
+    if load.strategy.staged:
         return sum(_states(load, max(_stage_parameters(load))).values()), 0.0
     load = _on_one_card(load)
     return sum(_resident(load).values()), load.ranks_here * sum(_offloaded(load).values())

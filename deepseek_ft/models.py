@@ -259,11 +259,12 @@ def load_model(
         CheckpointError: a weight is missing, unexpected or of another shape, or a file is broken.
         ConfigError: the tokenizer has ids that the model has no row for.
     """
-    from transformers import AutoModelForCausalLM
+    import accelerate
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     from . import adapters
-    from .stages import load_cut
+    from .stages import device_map, load_cut
 
     adapters.check(config, source)
     verbosity = transformers_logging.get_verbosity()
@@ -276,6 +277,8 @@ def load_model(
             "ignore_mismatched_sizes": True,  # so that they are listed with the others, and refused below
             **adapters.quantisation(config, plan),
         }
+        if plan.strategy.split and plan.device == "cuda":
+            options["device_map"] = device_map(plan.stages, range(len(plan.stages)), AutoConfig.from_pretrained(source).tie_word_embeddings)
         if stage is None:
             model, info = AutoModelForCausalLM.from_pretrained(source, **options)
         else:
@@ -286,6 +289,9 @@ def load_model(
     finally:
         transformers_logging.set_verbosity(verbosity)
     check_loading_info(info, source)
+    if plan.strategy.split and plan.device == "cpu":  # the same hooks, between devices that are all the host
+        accelerate.dispatch_model(model, device_map(plan.stages, ["cpu"] * len(plan.stages), model.config.tie_word_embeddings),
+                                  force_hooks=True)  # fmt: skip
     rows, new_tokens = model.config.vocab_size, config.model.new_tokens
     own = largest_id(tokenizer) - len(new_tokens)
     if own >= rows:

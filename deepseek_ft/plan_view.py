@@ -65,7 +65,7 @@ def _short_of(plan: Plan, candidate: Candidate) -> str:
     if (
         memory is not None
         and plan.hardware.gpus
-        and memory.gpu_bytes > (usable := usable_gpu_bytes(plan.hardware, plan.world_size))
+        and memory.gpu_bytes > (usable := usable_gpu_bytes(plan.hardware, plan.cards))
     ):
         over.append(f"GPU {gib(memory.gpu_bytes)} > {gib(usable)}")
     if memory is not None and memory.host_bytes > (usable := usable_host_bytes(plan.hardware)):
@@ -139,7 +139,7 @@ def start_command(recipe: str, overrides: Sequence[str], plan: Plan, config: Con
     if config.deepspeed is None and config.strategy == "auto" and not fell_back and plan.hardware.gpus:
         words.append(f"strategy={plan.strategy.name}")
     ranks = (
-        [f"--gpus {plan.world_size}"] if plan.hardware.gpus and not any(o.startswith("ranks=") for o in words) else []
+        [f"--gpus {plan.cards}"] if plan.hardware.gpus and not any(o.startswith("ranks=") for o in words) else []
     )
     return " ".join(["deepseek-ft", "train", *(shlex.quote(w) for w in [recipe, *words]), *ranks])
 
@@ -199,7 +199,7 @@ def memory_lines(plan: Plan) -> list[str]:
     if memory is None:
         return ["memory    not known: the model's config.json is not here (give its folder as model.path)"]
     lines = []
-    usable = usable_gpu_bytes(plan.hardware, plan.world_size) if plan.hardware.gpus else None
+    usable = usable_gpu_bytes(plan.hardware, plan.cards) if plan.hardware.gpus else None
     where = "per GPU" if plan.hardware.gpus else "per CPU rank"
     lines += [f"memory of {plan.strategy.name}, GiB {where}, at its fullest ({memory.moment}):"]
     lines += breakdown(memory.gpu, memory.gpu_bytes, usable)

@@ -34,9 +34,7 @@ from .optimizers import Optimizer
 from .shapes import ModelShape, find_shape
 from .strategies import STRATEGIES, Strategy
 from .timing import Timing
-from .workload import accumulation_of, check_experts, loss_of
-
-CPU_RANKS = 3  # without a GPU: the three-card run in miniature
+from .workload import CPU_RANKS, accumulation_of, check_experts, loss_of
 
 
 @dataclass(frozen=True)
@@ -93,19 +91,24 @@ class Plan:
         return self.micro_batch_size * self.grad_accum_steps * self.world_size
 
     @property
+    def cards(self) -> int:
+        """One a rank; under `layer_split` all that its process has."""
+        return len(self.stages) if self.strategy.split else self.world_size
+
+    @property
     def replicas(self) -> int:
         """How many copies of the model share a batch."""
-        return self.world_size // max(1, len(self.stages))
+        return self.world_size // (len(self.stages) if self.strategy.pipeline else 1)
 
     @property
     def micro_batches(self) -> int:
         """Of a step, in each replica."""
-        return self.grad_accum_steps * max(1, len(self.stages))
+        return self.grad_accum_steps * (len(self.stages) if self.strategy.pipeline else 1)
 
     @property
     def rows_at_once(self) -> int:
         """That a rank reads: its micro-batch, of which all stages see the same; of several pipelines each takes its own rows."""
-        return self.micro_batch_size * (self.replicas if self.stages else 1)
+        return self.micro_batch_size * (self.replicas if self.strategy.pipeline else 1)
 
     def steps_per_epoch(self, blocks: int) -> int:
         """Optimizer steps over `blocks` blocks: the last batch, rank and accumulation may be short."""
@@ -122,7 +125,7 @@ class Plan:
             f"{self.world_size} {'GPU' if self.device == 'cuda' else 'CPU'} rank{'s' if self.world_size > 1 else ''}"
         )
         ranks += f", layers {' + '.join(map(str, self.stages))}" if self.stages else ""
-        ranks += f" x {self.replicas} pipelines" if self.stages and self.replicas > 1 else ""
+        ranks += f" x {self.replicas} pipelines" if self.strategy.pipeline and self.replicas > 1 else ""
         return (f"{self.strategy.name} on {ranks} | batch {self.global_batch_size} = {self.micro_batch_size} micro x "
                 f"{self.grad_accum_steps} accumulated x {self.world_size} | {self.tokens_per_step:,} tokens per step")  # fmt: skip
 
@@ -185,25 +188,27 @@ def warmup_steps(config: Config, total_steps: int) -> int:
 # --------------------------------------------------------------------------------------------------- the plan
 
 
-def _world_size(config: Config, hardware: Hardware, launched: int | None, single: bool) -> int:
+def _world_size(config: Config, hardware: Hardware, launched: int | None) -> int:
+    strategy = STRATEGIES.get(config.strategy)
+    alone = strategy is not None and not strategy.many_ranks
     if launched is not None:
         if config.ranks is not None and config.ranks != launched:
             raise PlanError(
                 f"ranks={config.ranks}, but the launcher started {launched}; leave ranks out, or start as many"
             )
-        if single and launched != 1:
-            raise PlanError(f"strategy single is one process, but the launcher started {launched}; use strategy=ddp")
+        if alone and launched != 1:
+            raise PlanError(f"strategy {strategy.name} is one process, but the launcher started {launched}; use strategy=ddp")
         return launched
-    if single:
+    if alone and not strategy.split:
         if config.ranks not in (None, 1):
-            raise PlanError(f"strategy single is one process, got ranks={config.ranks}; use strategy=ddp or a zero one")
+            raise PlanError(f"strategy {strategy.name} is one process, got ranks={config.ranks}; use strategy=ddp or a zero one")
         return 1
     if hardware.gpus and config.ranks is not None and config.ranks > len(hardware.gpus):
         raise PlanError(
             f"ranks={config.ranks}, but {len(hardware.gpus)} GPU{'s are' * (len(hardware.gpus) > 1) or ' is'} visible "
             f"({hardware.describe()}); check CUDA_VISIBLE_DEVICES or ask for fewer"
         )
-    return config.ranks or len(hardware.gpus) or CPU_RANKS
+    return 1 if alone else config.ranks or len(hardware.gpus) or CPU_RANKS
 
 
 def _own_strategy(path: str, ds: Mapping) -> Strategy:
@@ -244,7 +249,7 @@ def plan_run(
     shape = find_shape(config.model.path, config.model.tokenizer, len(config.model.new_tokens))
     if shape is not None:
         check_experts(config, shape)
-    world_size = _world_size(config, hardware, launched_ranks, config.strategy == "single")
+    world_size = _world_size(config, hardware, launched_ranks)
     accumulation = accumulation_of(config, world_size)
     batch = deepspeed_config.Batch(config.train.micro_batch_size, accumulation, world_size)
 
@@ -437,7 +442,7 @@ def _remarks(config: Config, shape: ModelShape | None, strategy: Strategy) -> It
     if train.max_steps is not None and warmup_steps(config, train.max_steps) >= train.max_steps:
         yield (f"the warm-up of {warmup_steps(config, train.max_steps)} steps is not over when the run ends "
                f"after {train.max_steps}: the learning rate stays below its peak")  # fmt: skip
-    if config.method.kind == "qlora" and not strategy.pipeline:
+    if config.method.kind == "qlora" and not strategy.staged:
         yield ("the 4-bit base lies whole on every card" if shape is None or not shape.experts else
                "the 4-bit base lies whole on every card, and its routed experts stay in 16 bits: they are fused weights, which "
                "bitsandbytes does not quantise")  # fmt: skip

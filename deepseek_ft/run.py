@@ -466,7 +466,7 @@ def train(task: _Task, plan: Plan) -> None:
         twice = table.numel() if table is not None and table.requires_grad else 0  # as rank 0 says, which writes it
         trained_part = adapters.together(from_all(trained_part)[: stage.count], twice)
     head = _head(model, config, plan, args.device) if stage is None or stage.last else HeadElsewhere()
-    routers = _routers(model, config, plan, materials.tokenizer) if stage is None else None
+    routers = _routers(model, config, plan, materials.tokenizer) if not plan.strategy.staged else None
     if plan.strategy.stage == 3 and (leaves := experts.keep_whole(model)) and main:
         log.info("ZeRO-3 gathers %s as a whole: its experts are modules in a list", ", ".join(leaves))
     load_peak = from_all(peak_memory_bytes("cpu"))

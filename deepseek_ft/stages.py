@@ -57,6 +57,19 @@ class Stage:
         return range(begin, begin + self.sizes[self.index])
 
 
+def device_map(sizes: Sequence[int], devices: Sequence[int | str], tied: bool) -> dict[str, int | str]:
+    """Where `layer_split` puts what: a module's name -> its device, as transformers and accelerate read it.
+
+    Args:
+        devices: of each run of layers.
+        tied: embedding and head are one weight, which lies on one device: the head is computed there, after the last layer.
+    """
+    runs = [device for size, device in zip(sizes, devices, strict=True) for _ in range(size)]
+    last = devices[0] if tied else devices[-1]
+    return {TABLE: devices[0], "model.rotary_emb": devices[0], **{f"{LAYERS}.{i}": device for i, device in enumerate(runs)},
+            NORM: last, HEAD: last}  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------ a model cut down
 
 

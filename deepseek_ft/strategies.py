@@ -24,6 +24,8 @@ class Strategy:
     """What is offloaded lies on a disk and passes through the host."""
     quantized_gathers: bool = False
     """Weights travel between the cards in 8 bits, and are what forward and backward pass see."""
+    split: bool = False
+    """One process spreads its layers over the cards, and they work one after another."""
     pipeline: bool = False
     """Each card holds a run of consecutive layers, and micro-batches pass through."""
     tensor: bool = False
@@ -42,10 +44,17 @@ class Strategy:
     chosen: bool = True
     """False: only by name. `auto` has no reason to take it."""
 
+    @property
+    def staged(self) -> bool:
+        """Cards hold runs of layers, not parts of each."""
+        return self.pipeline or self.split
+
 
 _BF16_STATES = {"master_bytes": 2, "moment_bytes": 4, "precisions": ("bf16",)}
 _ROWS = [
     Strategy("single", "one process, plain PyTorch", deepspeed=False, many_ranks=False),
+    Strategy("layer_split", "layers over the cards of one process, one card at work at a time: room, no speed", deepspeed=False,
+             split=True, many_ranks=False, chosen=False),  # pipeline has the same room and all cards at work
     Strategy("ddp", "the whole model on every card (DistributedDataParallel)", deepspeed=False),
     Strategy("zero1", "optimizer states sharded", stage=1),
     Strategy("zero2", "optimizer states and gradients sharded", stage=2),

@@ -143,7 +143,7 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     if load.strategy.tensor or load.strategy.sequence:
         return _one_batch_parts(load, hardware, c)
     shape, s, w, e, t = load.shape, load.strategy, load.world_size, load.element, load.tokens
-    cards = [g.model for g in hardware.gpus[:w]]
+    cards = [g.model for g in hardware.gpus[: load.cards]]
     peak = min(m.fp32_flops if load.precision == "fp32" else m.tensor_flops for m in cards)
     bandwidth = min(m.memory_bytes_per_second for m in cards)
     n, trained = shape.parameters, trained_parameters(load)
@@ -173,6 +173,12 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     if s.pipeline:
         return _pipeline_parts(load, micro, bandwidth, c)
     parts = {name: steps * seconds for name, seconds in micro.items()}
+    if s.split:  # one card after another, and what is between them, there and back
+        p = len(load.stage_sizes)
+        parts["copies"] = steps * 2 * (p - 1) * t * shape.hidden_size * (4 if load.autocast else e) / c["pcie_bytes_per_second"]
+        touched = 2 * s.master_bytes + 2 * load.moment_bytes + s.master_bytes + e
+        parts["GPU memory"] = parts.get("GPU memory", 0.0) + trained / p * touched / bandwidth
+        return parts
 
     def add(name: str, seconds: float) -> None:
         if seconds > 0:
@@ -270,17 +276,15 @@ def estimate_time(load: Workload, hardware: Hardware) -> Timing | None:
     T = G (t F / (peak x efficiency) + ring / collectives + copies) + update, with G accumulation steps of t tokens a
     card and F FLOPs per token (`ModelShape.flops_per_token`). See docs/planner.md.
     """
-    if not hardware.gpus or any(g.model is None for g in hardware.gpus[: load.world_size]):
+    if not hardware.gpus or any(g.model is None for g in hardware.gpus[: load.cards]):
         return None
     parts, slow, fast = (
-        _step_parts(load, hardware, _values(hardware, load.world_size, end)) for end in (None, "low", "high")
+        _step_parts(load, hardware, _values(hardware, load.cards, end)) for end in (None, "low", "high")
     )
     seconds = sum(parts.values())
     shared = load.strategy.tensor or load.strategy.sequence  # one micro-batch for all cards
     tokens = load.tokens * load.grad_accum_steps * (1 if shared else load.world_size)
-    peak = load.world_size * min(
-        g.model.tensor_flops for g in hardware.gpus[: load.world_size]
-    )  # some may be on other hosts
+    peak = load.cards * min(g.model.tensor_flops for g in hardware.gpus[: load.cards])  # some may be on other hosts
     useful = load.shape.flops_per_token(load.seq_len, False, _trained_share(load), _untouched_share(load))
     return Timing(
         step_seconds=seconds,

@@ -25,6 +25,9 @@ LARGE_VOCABULARY = 32_000
 """From so many ids on the loss is chunked, unless the recipe says otherwise."""
 
 
+CPU_RANKS = 3  # without a GPU: the three-card run in miniature
+
+
 @dataclass(frozen=True)
 class Adapter:
     """LoRA (arXiv:2106.09685): which linear layers get a pair of narrow ones, how narrow, on which base; and what is trained
@@ -144,6 +147,11 @@ class Workload:
     def stage_sizes(self) -> tuple[int, ...]:
         """Layers of each stage of a pipeline."""
         return self.stages or tuple(self.shape.stages(self.world_size, self.seq_len))
+
+    @property
+    def cards(self) -> int:
+        """That take part in it."""
+        return len(self.stage_sizes) if self.strategy.split else self.world_size
 
     @property
     def recomputed(self) -> list[bool]:
@@ -375,9 +383,18 @@ def check_experts(config: Config, shape: ModelShape) -> None:
         raise ConfigError(listing("the recipe and the model do not go together", problems))
 
 
+def cards_of(config: Config, strategy: Strategy, world_size: int, hardware: Hardware) -> int:
+    """How many cards take part: one a rank, but under `layer_split`, whose process has all of them."""
+    if not strategy.split:
+        return world_size if strategy.many_ranks or config.strategy == strategy.name else 1
+    if config.stages is not None:
+        return len(config.stages)
+    return world_size if config.strategy != strategy.name else config.ranks or len(hardware.gpus) or CPU_RANKS
+
+
 def splits_of(config: Config, shape: ModelShape, strategy: Strategy, world_size: int) -> list[tuple[int, ...]]:
     """Layers of each stage of a pipeline: the few best ways to cut it, the fastest first; one, without stages, of other strategies."""
-    if not strategy.pipeline:
+    if not strategy.staged:
         return [()]
     if config.stages is not None:
         return [tuple(config.stages)]

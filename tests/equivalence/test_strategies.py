@@ -32,6 +32,7 @@ ROWS_A_STEP, STEPS = 12, 20
 REFERENCE = ("strategy=single", 1, 12)
 MEMBERS = {  # strategy and more words, ranks, micro-batch
     "single, 12 accumulated": ("strategy=single", 1, 1),
+    "layer_split, 3 runs": ("strategy=layer_split stages=[1,1,1]", 1, 6),
     "ddp, 3 ranks": ("strategy=ddp", 3, 2),
     "ddp, 2 ranks, chunked loss": ("strategy=ddp train.loss=chunked", 2, 3),
     "zero1, 2 ranks": ("strategy=zero1", 2, 3),
@@ -51,7 +52,7 @@ MEMBERS = {  # strategy and more words, ranks, micro-batch
 }
 CORE = {("deepseek_v3", name) for name in ("single, 12 accumulated", "ddp, 3 ranks", "zero2, 3 ranks", "zero3, 3 ranks",
         "zero3_offload, 3 ranks", "pipeline, 3 stages")}  # fmt: skip
-ENGINES = {"single": None, "ddp": "DistributedDataParallel", "pipeline": "Pipeline"}
+ENGINES = {"single": None, "layer_split": None, "ddp": "DistributedDataParallel", "pipeline": "Pipeline"}
 
 
 @pytest.fixture(scope="module")
