@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -91,11 +92,23 @@ def _defaults(hardware: Hardware, ranks_here: int, one_host: bool) -> dict[str, 
         values["OMP_WAIT_POLICY"] = "passive"  # ranks share the cores: a thread that spins takes them from the others
         if one_host:
             values["GLOO_SOCKET_IFNAME"] = "lo"
+    elif "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and _knows_round_threshold():
+        # Blocks of pinned memory above 1 MiB are not rounded up to a power of two, which for offloaded states is tens of GiB. Read off
+        # torch 2.13's CachingHostAllocator.h; not measured on a card, so the plan still counts the rounding.
+        values["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:1"
     if hardware.needs_no_p2p:
         values |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     if shutil.which("ninja") is None:  # a virtual environment that is used without being activated
         values["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     return values
+
+
+def _knows_round_threshold() -> bool:
+    """Older versions refuse words of PYTORCH_ALLOC_CONF that they do not know."""
+    try:
+        return tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2]) >= (2, 13)
+    except (PackageNotFoundError, ValueError):
+        return False
 
 
 def child_environment(config: Config, plan: Plan, ranks_here: int) -> tuple[dict[str, str], list[str]]:

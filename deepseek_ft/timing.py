@@ -191,10 +191,11 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     if s.stage == 3:
         # Weights are gathered forward and, where a gradient passes, backward, and gradients reduce-scattered, in every micro-step.
         add("collectives", steps * ((2 - below) * ring_weights + ring_gradients) / collective)
-    elif s.stage == 2:  # DeepSpeed all-reduces its buckets (use_multi_rank_bucket_allreduce): twice the ring
-        add("collectives", (steps * 2 * ring_gradients + (w - 1) / w * trained * e) / collective)
-    elif s.stage == 1:
-        add("collectives", (2 * ring_gradients + (w - 1) / w * trained * e) / collective)
+    elif s.stage:
+        # Each piece of a gradient is reduced to the rank that keeps it, a chain over all cards: its size once. Unless a file leaves
+        # DeepSpeed's use_multi_rank_bucket_allreduce on: an all-reduce, twice the ring. Stage 2 does it in every micro-step.
+        gradients = 2 * ring_gradients if load.all_reduces else min(1.0, 2 * (w - 1) / w) * trained * (4 if load.autocast else e)
+        add("collectives", ((steps if s.stage == 2 else 1) * gradients + (w - 1) / w * trained * e) / collective)
     else:
         add("collectives", 2 * ring_gradients / collective)
     if load.offload_activations:  # out and in again, in the stream that computes: nothing hides them

@@ -197,6 +197,12 @@ class Workload:
         return bool(zero.get("overlap_comm", self.deepspeed is None or self.strategy.stage == 3))
 
     @property
+    def all_reduces(self) -> bool:
+        """Of ZeRO-1 and 2: whether buckets are all-reduced, as is DeepSpeed's default, and not reduced to the ranks that keep them."""
+        zero = (self.deepspeed or {}).get("zero_optimization") or {}
+        return bool(zero.get("use_multi_rank_bucket_allreduce", self.deepspeed is not None))
+
+    @property
     def ranks_here(self) -> int:
         """Of all ranks, those on this host."""
         return self.ranks_per_host or self.world_size

@@ -40,7 +40,8 @@ def test_shipped_files(name):
     strategy = STRATEGIES[name]
     zero = row["zero_optimization"]
     assert zero["stage"] == strategy.stage
-    assert (zero.get("offload_optimizer", {}).get("device") == "cpu") == strategy.offload_optimizer
+    assert zero.get("offload_optimizer", {}).get("device") == ("nvme" if strategy.nvme else "cpu" if strategy.offload_optimizer else None)
+    assert zero.get("zero_quantized_weights", False) == strategy.quantized_gathers
     assert (zero.get("offload_param", {}).get("device") == "cpu") == strategy.offload_params
     for key in (
         "train_batch_size",
