@@ -98,14 +98,18 @@ def forbidden(
         yield "knows no options of experts: leave out experts, or use another strategy"
     if strategy.pipeline and config.model.new_tokens:
         yield "cannot add tokens: leave out model.new_tokens, or use another strategy"
-    if (strategy.tensor or strategy.sequence) and config.method.kind != "full":
+    if strategy.tensor and config.method.kind != "full":
         yield "trains every weight"
+    if strategy.sequence and config.data.seq_len % world_size:
+        yield f"cuts blocks in equal parts, and data.seq_len={config.data.seq_len} does not divide by {world_size} ranks"
+    if strategy.sequence and config.experts.balance_loss is not None:
+        yield "has a part of each row on a rank, and a balance loss is of whole rows: leave out experts.balance_loss, or use another strategy"
     if strategy.pipeline and config.method.train_also:
         yield "cannot train embedding or head beside an adapter: leave out method.train_also, or use another strategy"
-    if (strategy.tensor or strategy.sequence) and world_size == 1:
+    if strategy.shared and world_size == 1:
         yield "needs at least 2 ranks"
     if (
-        (strategy.tensor or strategy.sequence)
+        strategy.shared
         and shape is not None
         and (shape.heads % world_size or shape.kv_heads % world_size)
     ):
@@ -188,7 +192,7 @@ def assess(config: Config, shape: ModelShape | None, strategy: Strategy, world_s
     if shape is None or (strategy.staged and any(_wrong_stages(config, shape, cards))) or (strategy.tensor and reasons):
         return Candidate(strategy, reasons=tuple(reasons), forbidden=bool(reasons), optimizer=optimizer)
     if deepspeed is None and strategy.deepspeed:
-        deepspeed = shipped(strategy.name)
+        deepspeed = shipped(strategy.file or strategy.name)
     load: Workload | None = None
     checkpoints = config.train.save_total_limit + 1 if config.train.save_steps else 0
     for split in splits_of(config, shape, strategy, cards):
@@ -214,7 +218,7 @@ def states_fit(
     """The cheap half of `assess`: whether at least what stays on card and host has room, before any activation."""
     if not can_choose(strategy, world_size):
         return False
-    deepspeed = shipped(strategy.name) if strategy.deepspeed else None
+    deepspeed = shipped(strategy.file or strategy.name) if strategy.deepspeed else None
     room = usable_gpu_bytes(hardware, world_size) if hardware.gpus else math.inf
     for split in splits_of(config, shape, strategy, world_size):
         load = workload_of(config, shape, strategy, world_size, accumulation, hardware, deepspeed, split)

@@ -337,6 +337,8 @@ class Head:
         self.in_training = False
         self.by_liger = False
         self._labels: torch.Tensor | None = None
+        self._next: torch.Tensor | None = None
+        """Labels that are each token's next already (transformers' `shift_labels`)."""
         self._items = None
         self._each = False
         self._install()
@@ -376,7 +378,8 @@ class Head:
             if self._each:
                 pass
             elif self.in_training and kwargs.get("labels") is not None and torch.is_grad_enabled():
-                self._labels, self._items = kwargs["labels"], kwargs.get("num_items_in_batch")
+                self._labels, self._next = kwargs["labels"], kwargs.get("shift_labels")
+                self._items = kwargs.get("num_items_in_batch")
             else:
                 self._labels = None
             if self._labels is not None and self.cap is not None:
@@ -386,7 +389,7 @@ class Head:
             if self.cap is not None:
                 module.config.final_logit_softcapping = self.cap
             if not self._each:
-                self._labels = self._items = None
+                self._labels = self._items = self._next = None
 
         def forward(module, hidden, *args, **kwargs):
             return plain(hidden, *args, **kwargs) if self._labels is None else self._asked(hidden)
@@ -401,7 +404,10 @@ class Head:
 
     def _asked(self, hidden: torch.Tensor) -> torch.Tensor:
         shape, flat = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1])
-        labels = nn.functional.pad(self._labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1).to(flat.device)
+        following = self._next
+        if self._each or following is None:
+            following = nn.functional.pad(self._labels, (0, 1), value=IGNORED)[..., 1:]
+        labels = following.reshape(-1).to(flat.device)
         soft = Softening(0.0 if self._each else self.smoothing, self.cap)
 
         if torch.is_autocast_enabled(flat.device.type):  # weights are cast piece by piece, in the products
@@ -449,8 +455,9 @@ def use_smoothed_loss(model: nn.Module, smoothing: float) -> None:
     """The usual loss, with all its logits, of smoothed labels."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    def loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
-        targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1).to(logits.device)
+    def loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **kwargs):
+        following = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shift_labels is None else shift_labels
+        targets = following.reshape(-1).to(logits.device)
         count = (targets != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         total = nn.functional.cross_entropy(logits.float().reshape(-1, vocab_size), targets, ignore_index=IGNORED,
                                             label_smoothing=smoothing, reduction="sum")  # fmt: skip

@@ -235,7 +235,7 @@ class _Step:
         self.rotary = t * (FP32 if shape.latent else 2 * e) * shape.rope_head_dim + 3 * 8 * t
         trains = load.adapter is None
         last_norm = t * (FP32 * h + FP32 + (self.stream + e) * h * trains)
-        mask = t * load.seq_len if load.isolated else 0  # as true and false, once for all layers
+        mask = t * load.attended * load.row_parts if load.isolated else 0  # as true and false, once for all layers
         # Every router's logits, or their gradient, from the forward pass to the backward pass of its layer.
         routers = [FP32 * shape.experts * t * (load.balance_loss and EXPERTS[0] in kind.weights)
                    for kind in shape.kinds for _ in range(kind.count)]  # fmt: skip
@@ -562,7 +562,7 @@ def _on_one_card(load: Workload) -> Workload:
         )
     if s.sequence:
         return dataclasses.replace(
-            load, strategy=dataclasses.replace(plain, stage=3), seq_len=math.ceil(load.seq_len / w)
+            load, strategy=dataclasses.replace(plain, stage=3), seq_len=math.ceil(load.seq_len / w), row_parts=w,
         )
     return load
 

@@ -96,14 +96,19 @@ class Plan:
         return len(self.stages) if self.strategy.split else self.world_size
 
     @property
+    def _ranks_of_a_model(self) -> int:
+        """That see the same rows."""
+        return len(self.stages) if self.strategy.pipeline else self.world_size if self.strategy.shared else 1
+
+    @property
     def replicas(self) -> int:
         """How many copies of the model share a batch."""
-        return self.world_size // (len(self.stages) if self.strategy.pipeline else 1)
+        return self.world_size // self._ranks_of_a_model
 
     @property
     def micro_batches(self) -> int:
         """Of a step, in each replica."""
-        return self.grad_accum_steps * (len(self.stages) if self.strategy.pipeline else 1)
+        return self.grad_accum_steps * self._ranks_of_a_model
 
     @property
     def rows_at_once(self) -> int:
@@ -269,7 +274,8 @@ def plan_run(
         raise PlanError(f"strategy {strategy.name} " + "; ".join(chosen.reasons))
     ds = own
     if own is None and strategy.deepspeed and not chosen.forbidden:
-        ds, more = _checked(shipped(strategy.name), f"{strategy.name}.json", config, batch)
+        file = strategy.file or strategy.name
+        ds, more = _checked(shipped(file), f"{file}.json", config, batch)
         notes += more
 
     # -- whether it fits, and what would

@@ -429,6 +429,8 @@ def train(task: _Task, plan: Plan) -> None:
         stage, arguments, trainer_class, more = ranks.stage, RankArguments, PipelineTrainer, {"ranks": ranks}
     else:
         hidden, stage, arguments, trainer_class, more = {}, None, TrainingArguments, FineTuneTrainer, {}
+        if plan.strategy.sequence:
+            from .sequence import SequenceTrainer as trainer_class
     args = build_training_args(config, plan, run_dir, total_steps, arguments)
     main = args.process_index == 0
     if dist.is_initialized():

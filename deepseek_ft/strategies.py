@@ -32,6 +32,8 @@ class Strategy:
     """Each card holds a part of every layer's matrices, and all work on the same tokens."""
     sequence: bool = False
     """Each card holds a part of every sequence (Ulysses, arXiv:2309.14509), and ZeRO-3's shard of the weights."""
+    file: str | None = None
+    """Its DeepSpeed file, where that is another strategy's."""
     master_bytes: int = 4
     """Bytes per parameter of the master weights, and of the gradients at the update."""
     moment_bytes: int = 8
@@ -43,6 +45,11 @@ class Strategy:
     """False: planned and compared, but no part of this version trains with it yet."""
     chosen: bool = True
     """False: only by name. `auto` has no reason to take it."""
+
+    @property
+    def shared(self) -> bool:
+        """All ranks work on the same rows."""
+        return self.tensor or self.sequence
 
     @property
     def staged(self) -> bool:
@@ -79,8 +86,8 @@ _ROWS = [
     Strategy("pipeline_bf16", "as pipeline with bf16 weights and states: 8 B per parameter in all", deepspeed=False, pipeline=True,
              **_BF16_STATES),
     Strategy("tensor", "every matrix in parts, one per card (DeepSpeed's AutoTP)", deepspeed=False, tensor=True, runs=False),
-    Strategy("sequence", "every sequence in parts, one per card (Ulysses), weights as zero3", deepspeed=False, sequence=True,
-             runs=False),
+    Strategy("sequence", "every sequence in parts, one per card (Ulysses), weights as zero3: for rows that no card has room for", stage=3,
+             sequence=True, file="zero3"),
 ]  # fmt: skip
 
 STRATEGIES: dict[str, Strategy] = {row.name: row for row in _ROWS}

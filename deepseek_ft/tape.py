@@ -124,7 +124,7 @@ def _layer_tape(load: Workload, kind: LayerKind) -> list[Op]:
                 Op("attention", e * (q + k + v + out) + f * heads + load.mask, residual + e * (2 * out + q + k + v))
             )
     if not load.flash:
-        scores = f * heads * load.seq_len
+        scores = f * heads * load.attended
         values = f * heads * shape.v_head_dim if e < f else e * w.get("self_attn.kv_b_proj.weight", (v,))[0]
         # torch's plain attention scales q and k into fp32 copies and keeps the softmax; its backward makes two more.
         ops.append(Op("attention", scores + 2 * f * q + values + e * out, residual + 2 * scores + 2 * f * q + f * out))

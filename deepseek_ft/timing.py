@@ -140,7 +140,7 @@ def _untouched_share(load: Workload) -> float:
 
 
 def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> dict[str, float]:
-    if load.strategy.tensor or load.strategy.sequence:
+    if load.strategy.shared:
         return _one_batch_parts(load, hardware, c)
     shape, s, w, e, t = load.shape, load.strategy, load.world_size, load.element, load.tokens
     cards = [g.model for g in hardware.gpus[: load.cards]]
@@ -153,7 +153,7 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
     below = _untouched_share(load)
     passes = 1 + (1 - below) * (2 + again)
     share = _trained_share(load)
-    flops = sum(part * shape.flops_per_token(load.seq_len, bool(k), share, below) for k, part in enumerate((1 - again, again)))
+    flops = sum(part * shape.flops_per_token(load.attended, bool(k), share, below) for k, part in enumerate((1 - again, again)))
     if load.tiled_mlp > 1:  # one more forward pass of the dense feed-forward
         flops += sum(2 * kind.count * math.prod(s) for kind in shape.kinds for n, s in kind.weights.items()
                      if n.startswith("mlp.") and n.endswith("_proj.weight") and EXPERTS[0] not in kind.weights
@@ -227,6 +227,8 @@ def _one_batch_parts(load: Workload, hardware: Hardware, c: Mapping[str, float])
     """All cards share one micro-batch: a part of its matrices each, or of its tokens, and exchange activations in every layer."""
     shape, w, e, t = load.shape, load.world_size, load.element, load.tokens
     passes = 4 if load.checkpointing else 3
+    steps = load.grad_accum_steps * w  # the step of a data-parallel run with the same settings
+    load = dataclasses.replace(load, grad_accum_steps=steps)
     like = dataclasses.replace(
         load.strategy, deepspeed=True, tensor=False, sequence=False, stage=3 if load.strategy.sequence else 0
     )
@@ -236,9 +238,9 @@ def _one_batch_parts(load: Workload, hardware: Hardware, c: Mapping[str, float])
         parts = {name: seconds / w for name, seconds in _step_parts(alone, hardware, c).items()}
         exchanged = passes * shape.layers * 2 * 2 * ring
     else:  # four all-to-alls of a card's share in every pass (arXiv:2309.14509 §3.1), and ZeRO-3's gathers
-        parts = _step_parts(dataclasses.replace(load, strategy=like, seq_len=-(-load.seq_len // w)), hardware, c)
+        parts = _step_parts(dataclasses.replace(load, strategy=like, seq_len=-(-load.seq_len // w), row_parts=w), hardware, c)
         exchanged = passes * shape.layers * 4 * ring / w
-    parts["collectives"] = parts.get("collectives", 0.0) + load.grad_accum_steps * exchanged
+    parts["collectives"] = parts.get("collectives", 0.0) + steps * exchanged
     return parts
 
 
@@ -283,8 +285,7 @@ def estimate_time(load: Workload, hardware: Hardware) -> Timing | None:
         _step_parts(load, hardware, _values(hardware, load.cards, end)) for end in (None, "low", "high")
     )
     seconds = sum(parts.values())
-    shared = load.strategy.tensor or load.strategy.sequence  # one micro-batch for all cards
-    tokens = load.tokens * load.grad_accum_steps * (1 if shared else load.world_size)
+    tokens = load.tokens * load.grad_accum_steps * load.world_size
     peak = load.cards * min(g.model.tensor_flops for g in hardware.gpus[: load.cards])  # some may be on other hosts
     useful = load.shape.flops_per_token(load.seq_len, False, _trained_share(load), _untouched_share(load))
     return Timing(

@@ -209,6 +209,7 @@ class FineTuneTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         samples, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
+        samples = self.own_part(samples)
         self.step_batches, self.step_targets = samples, 0 if targets is None else targets
         self.step_tokens = sum(batch["input_ids"].numel() for batch in samples) * self.replicas
         self.target_tokens += self.step_targets
@@ -217,6 +218,10 @@ class FineTuneTrainer(Trainer):
         if self.routers is not None:
             self.routers.begin_step(samples, self.args.device)
         return samples, targets
+
+    def own_part(self, samples: list[dict]) -> list[dict]:
+        """Of micro-batches whose targets have been counted, what this rank computes."""
+        return samples
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """With the routers' balance loss, where the recipe asks for one."""
@@ -303,7 +308,7 @@ class FineTuneTrainer(Trainer):
                 "engine": "DeepSpeedEngine",
                 "zero_stage": plan.strategy.stage,
                 "engine_world_size": plan.world_size,
-                "grad_accum_steps": plan.grad_accum_steps,
+                "grad_accum_steps": plan.micro_batches,
                 "gradient_clipping": config.optim.max_grad_norm,
                 "fp16": config.train.precision == "fp16",
                 "bf16": config.train.precision == "bf16",

@@ -76,6 +76,8 @@ class Workload:
     world_size: int
     micro_batch_size: int
     seq_len: int
+    row_parts: int = 1
+    """Cards that each hold `seq_len` tokens of a row; attention sees all of it."""
     grad_accum_steps: int = 1
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline; empty: one stage a rank."""
@@ -112,6 +114,11 @@ class Workload:
     @property
     def tokens(self) -> int:
         return self.micro_batch_size * self.seq_len
+
+    @property
+    def attended(self) -> int:
+        """Tokens of a row that attention sees."""
+        return self.seq_len * self.row_parts
 
     @property
     def element(self) -> int:
@@ -171,7 +178,7 @@ class Workload:
     @property
     def mask(self) -> int:
         """Bytes per token of the mask as numbers, which each layer's attention makes of it for itself and saves."""
-        return self.element * self.seq_len if self.isolated and self.flash else 0
+        return self.element * self.attended * self.row_parts if self.isolated and self.flash else 0  # a card has all of it
 
     def zero(self, key: str, default: int) -> int:
         """A number of the zero_optimization section; "auto" is what Trainer fills in from the hidden size h.

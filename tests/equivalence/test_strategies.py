@@ -46,13 +46,15 @@ MEMBERS = {  # strategy and more words, ranks, micro-batch
     "zero3_offload, 3 ranks": ("strategy=zero3_offload", 3, 4),
     "zero3_offload_all, 2 ranks": ("strategy=zero3_offload_all", 2, 6),
     "zero3_nvme, 2 ranks": ("strategy=zero3_nvme model.tokenizer=train:8000", 2, 6),  # smaller shards stay in memory
+    "sequence, 2 ranks": ("strategy=sequence", 2, 3),
+    "sequence, 2 ranks, chunked loss, recomputed layers": ("strategy=sequence train.loss=chunked model.gradient_checkpointing=true", 2, 6),
     "pipeline, 2 stages": ("strategy=pipeline", 2, 2),
     "pipeline, 3 stages": ("strategy=pipeline", 3, 1),
     "pipeline, 2 x 2 stages": ("strategy=pipeline stages=[1,2]", 4, 3),
 }
 CORE = {("deepseek_v3", name) for name in ("single, 12 accumulated", "ddp, 3 ranks", "zero2, 3 ranks", "zero3, 3 ranks",
         "zero3_offload, 3 ranks", "pipeline, 3 stages")}  # fmt: skip
-ENGINES = {"single": None, "layer_split": None, "ddp": "DistributedDataParallel", "pipeline": "Pipeline"}
+ENGINES = {"single": None, "layer_split": None, "ddp": "DistributedDataParallel", "pipeline": "Pipeline", "sequence": "DeepSpeedEngine"}
 
 
 @pytest.fixture(scope="module")
