@@ -76,8 +76,6 @@ class Workload:
     world_size: int
     micro_batch_size: int
     seq_len: int
-    row_parts: int = 1
-    """Cards that each hold `seq_len` tokens of a row; attention sees all of it."""
     grad_accum_steps: int = 1
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline; empty: one stage a rank."""
@@ -106,6 +104,8 @@ class Workload:
     optimizer: Optimizer = OPTIMIZERS["adamw"]
     optimizer_rank: int = 128
     """Of those that project gradients to a low rank."""
+    row_parts: int = 1
+    """Cards that each hold `seq_len` tokens of a row; attention sees all of it."""
     states_elsewhere: bool = False
     """What is offloaded to a disk does not lie beside the run."""
     fused_optimizer: bool = True
