@@ -233,7 +233,7 @@ SHAPES = [SEVEN, LITE] + [shape_from_config(PRESETS[p]) for p in PRESETS] + [
 workloads = st.builds(
     Workload,
     shape=st.sampled_from(SHAPES),
-    strategy=st.sampled_from([s for s in STRATEGIES.values() if not (s.pipeline or s.tensor or s.sequence)]),
+    strategy=st.sampled_from([s for s in STRATEGIES.values() if not (s.staged or s.shared)]),
     world_size=st.integers(1, 8),
     micro_batch_size=st.integers(1, 16),
     seq_len=st.integers(16, 8192),
