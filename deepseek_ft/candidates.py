@@ -102,8 +102,8 @@ def forbidden(
         yield "trains every weight"
     if strategy.sequence and config.data.seq_len % world_size:
         yield f"cuts blocks in equal parts, and data.seq_len={config.data.seq_len} does not divide by {world_size} ranks"
-    if strategy.sequence and config.experts.balance_loss is not None:
-        yield "has a part of each row on a rank, and a balance loss is of whole rows: leave out experts.balance_loss, or use another strategy"
+    if strategy.shared and config.experts.balance_loss is not None:
+        yield "shares each row among its ranks, and a balance loss is of whole rows: leave out experts.balance_loss, or use another strategy"
     if strategy.pipeline and config.method.train_also:
         yield "cannot train embedding or head beside an adapter: leave out method.train_also, or use another strategy"
     if strategy.shared and world_size == 1:
@@ -229,7 +229,7 @@ def states_fit(
 
 
 def can_choose(strategy: Strategy, world_size: int) -> bool:
-    return strategy.runs and strategy.chosen and (strategy.many_ranks or world_size == 1)
+    return strategy.chosen and (strategy.many_ranks or world_size == 1)
 
 
 def fastest(candidates: list[Candidate], world_size: int) -> Candidate | None:
@@ -269,7 +269,6 @@ def candidate_dict(candidate: Candidate) -> dict:
         "strategy": candidate.strategy.name,
         "fits": candidate.fits,
         "tight": candidate.tight,
-        "runs": candidate.strategy.runs,
         "reasons": list(candidate.reasons),
         "memory": None if memory is None else {
             "gpu_bytes": memory.gpu_bytes, "tensor_bytes": memory.tensor_bytes, "gpu": dict(memory.gpu), "moment": memory.moment,

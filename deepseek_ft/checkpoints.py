@@ -114,7 +114,9 @@ def incomplete(checkpoint: Path, ranks: int | None = None) -> str | None:
     elif not states:
         return "the optimizer states are missing"
     else:
-        found = {int(m[1]) for f in states if (m := re.search(r"pp_rank_(\d+)_", f.name))}
+        # Sharded by ZeRO they are told apart by the first number, in parts of matrices by the second.
+        numbers = [(int(m[1]), int(m[2])) for f in states if (m := re.search(r"pp_rank_(\d+)_mp_rank_(\d+)_", f.name))]
+        found = {max(pair) for pair in numbers}
         expected = set(range(ranks if ranks is not None else max(found, default=0) + 1))
         if found != expected:
             return f"optimizer states are there of ranks {sorted(found)}, not of all {len(expected)}"

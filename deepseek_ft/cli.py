@@ -170,6 +170,8 @@ def set_up_logging() -> None:
     # A pipeline's ranks train as if each were alone, in a group all the same.
     logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode" not in record.getMessage())
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    # Trainer counts the micro-batches itself and leaves accelerate's own count at 1.
+    logging.getLogger("accelerate.accelerator").addFilter(lambda record: "Gradient accumulation steps mismatch" not in record.getMessage())
     # DeepSpeed calls collectives by names that torch has begun to rename; torch says so at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 

@@ -32,6 +32,7 @@ def block_nll(
     rank: int = 0,
     world_size: int = 1,
     head: Head | None = None,
+    copies: int = 1,
 ) -> np.ndarray:
     """Negative log likelihood of each block's targets, in nats, shape `(len(blocks),)`, the same on every rank.
 
@@ -39,6 +40,7 @@ def block_nll(
     nothing: under ZeRO-3 every forward pass is collective.
 
     Args:
+        copies: how many ranks have the same figures of a batch, for they compute it together.
         head: the model's, to do without its logits (B, T, V); without it one row's at a time are also held in fp32.
     """
     was_training = getattr(model, "training", False)
@@ -63,6 +65,7 @@ def block_nll(
         del logits
     if dist.is_initialized():
         dist.all_reduce(sums)
+        sums /= copies
     if was_training:
         model.train()
     return sums.cpu().numpy()

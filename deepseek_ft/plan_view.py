@@ -56,7 +56,7 @@ def _links(hardware: Hardware) -> str:
 def _verdict(candidate: Candidate) -> str:
     if not candidate.fits:
         return "no"
-    return "planned" if not candidate.strategy.runs else "tight" if candidate.tight else "yes"
+    return "tight" if candidate.tight else "yes"
 
 
 def _short_of(plan: Plan, candidate: Candidate) -> str:
@@ -132,7 +132,7 @@ def breakdown(
 
 def start_command(recipe: str, overrides: Sequence[str], plan: Plan, config: Config) -> str | None:
     """What starts exactly this plan; None for one that this version cannot start."""
-    if not plan.strategy.runs or config.method.kind != "full" or plan.misfits:
+    if config.method.kind != "full" or plan.misfits:
         return None
     words = [o for o in overrides if o.replace(" ", "") != "strategy=auto"]
     fell_back = plan.strategy.name == "single" and plan.world_size == 1 and config.strategy not in ("auto", "single")

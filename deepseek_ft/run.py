@@ -141,10 +141,6 @@ def can_train(config: Config, plan: Plan) -> None:
     if config.method.kind == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError("method.kind=qlora needs the package bitsandbytes, which is not installed: `pip install bitsandbytes`, or "
                           "use method.kind=lora")  # fmt: skip
-    if not plan.strategy.runs:
-        raise PlanError(
-            f"strategy {plan.strategy.name} is planned by this version and not run by it; `deepseek-ft plan` shows what is"
-        )
 
 
 def rehearse(config: Config, run_dir: Path, log_file: Path) -> RunResult:
@@ -431,6 +427,8 @@ def train(task: _Task, plan: Plan) -> None:
         hidden, stage, arguments, trainer_class, more = {}, None, TrainingArguments, FineTuneTrainer, {}
         if plan.strategy.sequence:
             from .sequence import SequenceTrainer as trainer_class
+        if plan.strategy.tensor:
+            from .tensor import TensorTrainer as trainer_class
     args = build_training_args(config, plan, run_dir, total_steps, arguments)
     main = args.process_index == 0
     if dist.is_initialized():

@@ -190,13 +190,15 @@ class ModelShape:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def part(self, degree: int) -> ModelShape:
-        """What one of `degree` cards holds under tensor parallelism: heads and feed-forward columns split, the rest whole."""
+        """What one of `degree` cards holds under tensor parallelism: heads and feed-forward columns split, the rest whole, and with it
+        routed experts, which are fused weights that AutoTP does not know.
+        """
 
         def cut(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
             whole = ("norm", "kv_a_proj", "q_a_proj", "mlp.gate.")
-            if any(word in name for word in whole):
+            if name in EXPERTS or any(word in name for word in whole):
                 return shape
-            axis = {"o_proj.weight": 1, "down_proj.weight": 1, "experts.gate_up_proj": 1, "experts.down_proj": 2}
+            axis = {"o_proj.weight": 1, "down_proj.weight": 1}
             i = next((a for end, a in axis.items() if name.endswith(end)), 0)
             if name.endswith(("o_proj.bias", "down_proj.bias")):
                 return shape

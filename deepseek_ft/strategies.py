@@ -41,8 +41,6 @@ class Strategy:
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
     many_ranks: bool = True
     """False: one process only."""
-    runs: bool = True
-    """False: planned and compared, but no part of this version trains with it yet."""
     chosen: bool = True
     """False: only by name. `auto` has no reason to take it."""
 
@@ -85,7 +83,7 @@ _ROWS = [
              precisions=("bf16", "fp32"), chosen=False),  # what it has room for, zero1 is as fast at
     Strategy("pipeline_bf16", "as pipeline with bf16 weights and states: 8 B per parameter in all", deepspeed=False, pipeline=True,
              **_BF16_STATES),
-    Strategy("tensor", "every matrix in parts, one per card (DeepSpeed's AutoTP)", deepspeed=False, tensor=True, runs=False),
+    Strategy("tensor", "heads and feed-forward columns in parts, one per card (DeepSpeed's AutoTP)", stage=1, tensor=True, file="zero1"),
     Strategy("sequence", "every sequence in parts, one per card (Ulysses), weights as zero3: for rows that no card has room for", stage=3,
              sequence=True, file="zero3"),
 ]  # fmt: skip

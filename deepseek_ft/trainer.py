@@ -38,6 +38,11 @@ def build_training_args(
         if plan.strategy.offload_optimizer:
             # Otherwise accelerate rebuilds the optimizer that we pass, and its DeepSpeedCPUAdam is Adam with L2, not AdamW.
             deepspeed["zero_force_ds_cpu_optimizer"] = False
+        if plan.strategy.tensor:
+            from .tensor import SPLIT
+
+            deepspeed["tensor_parallel"] = {"autotp_size": plan.world_size, "partition_config": SPLIT}
+            deepspeed["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # whole matrices, at any stage
         if plan.strategy.nvme and config.deepspeed is None:
             deepspeed["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(checkpoints.offload_folder(config, run_dir))
     optim, train = config.optim, config.train
@@ -84,6 +89,8 @@ def build_training_args(
 class FineTuneTrainer(Trainer):
     """`Trainer` with the recipe's learning-rate curve and a perplexity that does not depend on the batch size."""
 
+    copies = 1
+    """Ranks that have the figures of the same rows."""
     is_stage = False
     """This rank has a part of the model, and others have the rest."""
 
@@ -253,7 +260,7 @@ class FineTuneTrainer(Trainer):
         with self.autocast_smart_context_manager():
             self.last_block_nll = evaluation.block_nll(
                 self.model_wrapped, self.eval_blocks, self.args.per_device_eval_batch_size, self.args.device,
-                self.replica, self.replicas, self.head,
+                self.replica, self.replicas, self.head, self.copies,
             )  # fmt: skip
         figures = evaluation.summarise(self.last_block_nll, self.eval_blocks, self.bytes_of_token)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -273,6 +280,7 @@ class FineTuneTrainer(Trainer):
             facts |= {
                 "zero_stage": int(engine.zero_optimization_stage()),
                 "engine_world_size": int(engine.dp_world_size),
+                "tensor_parallel": max(1, int(engine.autotp_size())),
                 "grad_accum_steps": int(engine.gradient_accumulation_steps()),
                 "gradient_clipping": float(engine.gradient_clipping()),
                 "fp16": bool(engine.fp16_enabled()),
@@ -307,7 +315,8 @@ class FineTuneTrainer(Trainer):
             expected |= {
                 "engine": "DeepSpeedEngine",
                 "zero_stage": plan.strategy.stage,
-                "engine_world_size": plan.world_size,
+                "engine_world_size": plan.replicas if plan.strategy.tensor else plan.world_size,
+                "tensor_parallel": plan.world_size if plan.strategy.tensor else 1,
                 "grad_accum_steps": plan.micro_batches,
                 "gradient_clipping": config.optim.max_grad_norm,
                 "fp16": config.train.precision == "fp16",

@@ -105,7 +105,7 @@ def test_auto_takes_the_fastest_that_fits():
     small = ("strategy=auto", "train.max_steps=5")
     assert plan(*small, hardware=described_cards(1)).strategy.name == "single"
     p = plan(*small, hardware=described_cards(3))
-    fitting = [c for c in p.candidates if c.fits and c.strategy.runs and c.strategy.chosen and c.strategy.many_ranks]
+    fitting = [c for c in p.candidates if c.fits and c.strategy.chosen and c.strategy.many_ranks]
     assert p.timing.tokens_per_second >= 0.95 * max(c.timing.tokens_per_second for c in fitting)
     one_and_a_half = seven("model.path=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "train.precision=bf16")
     assert one_and_a_half.strategy.name == "zero1"

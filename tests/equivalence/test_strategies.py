@@ -48,13 +48,15 @@ MEMBERS = {  # strategy and more words, ranks, micro-batch
     "zero3_nvme, 2 ranks": ("strategy=zero3_nvme model.tokenizer=train:8000", 2, 6),  # smaller shards stay in memory
     "sequence, 2 ranks": ("strategy=sequence", 2, 3),
     "sequence, 2 ranks, chunked loss, recomputed layers": ("strategy=sequence train.loss=chunked model.gradient_checkpointing=true", 2, 6),
+    "tensor, 2 ranks": ("strategy=tensor", 2, 3),
+    "tensor, 3 ranks, chunked loss, recomputed layers": ("strategy=tensor train.loss=chunked model.gradient_checkpointing=true", 3, 2),
     "pipeline, 2 stages": ("strategy=pipeline", 2, 2),
     "pipeline, 3 stages": ("strategy=pipeline", 3, 1),
     "pipeline, 2 x 2 stages": ("strategy=pipeline stages=[1,2]", 4, 3),
 }
 CORE = {("deepseek_v3", name) for name in ("single, 12 accumulated", "ddp, 3 ranks", "zero2, 3 ranks", "zero3, 3 ranks",
         "zero3_offload, 3 ranks", "pipeline, 3 stages")}  # fmt: skip
-ENGINES = {"single": None, "layer_split": None, "ddp": "DistributedDataParallel", "pipeline": "Pipeline", "sequence": "DeepSpeedEngine"}
+ENGINES = {"single": None, "layer_split": None, "ddp": "DistributedDataParallel", "pipeline": "Pipeline", "sequence": "DeepSpeedEngine", "tensor": "DeepSpeedEngine"}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,9 @@ def test_a_strategy_trains_what_one_process_does(model, name, run, tiny_recipe, 
 
     strategy = words.split()[0].removeprefix("strategy=")
     facts = result["engine_facts"]
-    assert facts["world_size"] == ranks and facts.get("engine_world_size", ranks) == ranks
+    assert facts["world_size"] == ranks
+    assert facts.get("engine_world_size", ranks) == (1 if strategy == "tensor" else ranks)  # of data parallelism
+    assert facts.get("tensor_parallel", 1) == (ranks if strategy == "tensor" else 1)
     if strategy.startswith("zero"):
         assert (facts["engine"], facts["zero_stage"]) == ("DeepSpeedEngine", int(strategy[4]))
         assert facts["optimizer"] == ("DeepSpeedCPUAdam" if "offload" in strategy or "nvme" in strategy else "AdamW")
