@@ -104,6 +104,8 @@ def forbidden(
         yield f"cuts blocks in equal parts, and data.seq_len={config.data.seq_len} does not divide by {world_size} ranks"
     if strategy.shared and config.experts.balance_loss is not None:
         yield "shares each row among its ranks, and a balance loss is of whole rows: leave out experts.balance_loss, or use another strategy"
+    if strategy.pipeline and strategy.offload_optimizer and config.method.kind != "full":
+        yield "keeps states on the host, and an adapter's are next to nothing: strategy=pipeline"
     if strategy.pipeline and config.method.train_also:
         yield "cannot train embedding or head beside an adapter: leave out method.train_also, or use another strategy"
     if strategy.shared and world_size == 1:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from .optimizers import masters_apart
 from .shapes import EXPERTS, LayerKind, ModelShape
 from .tape import NF4_BYTES, Op, is_in_four_bits, layer_tape
 from .workload import FP32, Workload, adapter_parameters, is_frozen, trained_parameters, trained_sizes, untouched_layers
@@ -426,6 +427,8 @@ def _states(load: Workload, parameters: int) -> dict[str, float]:
     share = parameters / sum(_stage_parameters(load))
     trained = trained_parameters(load) * share if load.adapter is not None or load.frozen else parameters
     weights = (FP32 if load.autocast else load.element) * parameters if load.adapter is None else _base_bytes(load) * share
+    if load.strategy.offload_optimizer:  # gradients are added up in fp32
+        return {"weights": weights, "gradients": FP32 * trained}
     return {"weights": weights, "gradients": load.trained_element * trained, "optimizer states": load.moment_bytes * trained}
 
 
@@ -462,7 +465,7 @@ def _pipeline_moments(load: Workload) -> Iterator[tuple[str, dict[str, float]]]:
 def resident_bytes(load: Workload) -> tuple[float, float]:
     """What stays on a card from the first step to the last, and on the host: a lower bound that costs nothing."""
     if load.strategy.staged:
-        return sum(_states(load, max(_stage_parameters(load))).values()), 0.0
+        return sum(_states(load, max(_stage_parameters(load))).values()), load.ranks_here * sum(_offloaded(load).values())
     load = _on_one_card(load)
     return sum(_resident(load).values()), load.ranks_here * sum(_offloaded(load).values())
 
@@ -492,6 +495,9 @@ def _offloaded(load: Workload) -> dict[str, float]:
         return load.device == "cuda" and bool((zero.get(section) or {}).get("pin_memory", True))
 
     shard = n / w
+    if s.pipeline:  # and one gradient at a time on its way
+        return {"optimizer states": load.moment_bytes * shard, "master weights": s.master_bytes * shard,
+                "copy buffers": FP32 * _largest(load.shape)}  # fmt: skip
     if s.nvme:  # four pinned buffers of a sub-group (buffer_count's default), and the gradients
         group = min(shard, load.zero("sub_group_size", SUB_GROUP))
         return waiting | {
@@ -544,7 +550,7 @@ def checkpoint_bytes(load: Workload) -> int:
     s, n = load.strategy, trained_parameters(load)
     weights = (n if load.adapter is not None else load.shape.parameters) * load.trained_element
     copies = 2 if s.deepspeed and s.stage < 3 else 1
-    return int(weights * copies + n * (load.moment_bytes + (s.master_bytes if s.deepspeed else 0)))
+    return int(weights * copies + n * (load.moment_bytes + (s.master_bytes if masters_apart(s) else 0)))
 
 
 def export_bytes(load: Workload) -> int:

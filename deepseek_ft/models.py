@@ -17,7 +17,7 @@ from .config import Config
 from .data.formats import texts
 from .data.sources import Corpus
 from .errors import CheckpointError, ConfigError
-from .optimizers import keeps_bf16_weights
+from .optimizers import keeps_bf16_weights, masters_apart
 from .planner import Plan
 from .shapes import PRESETS, preset_config
 from .tokens import add, ids_of, make_room
@@ -239,9 +239,9 @@ def _make_preset(name: str, tokenizer: PreTrainedTokenizerFast, tokens: int, see
 
 
 def load_dtype(config: Config, plan: Plan) -> torch.dtype:
-    """16-bit only where DeepSpeed keeps the master weights, the optimizer rounds in a way that loses no update, or the base is
+    """16-bit only where master weights are kept beside them, the optimizer rounds in a way that loses no update, or the base is
     not trained; otherwise updates would be rounded away."""
-    if plan.strategy.deepspeed or config.method.kind != "full":
+    if masters_apart(plan.strategy) or config.method.kind != "full":
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.train.precision]
     return torch.bfloat16 if keeps_bf16_weights(plan.optimizer, plan.strategy) else torch.float32
 

@@ -139,6 +139,11 @@ def keeps_bf16_weights(optimizer: Optimizer, strategy: Strategy) -> bool:
     return optimizer.bf16_weights and not strategy.deepspeed
 
 
+def masters_apart(strategy: Strategy) -> bool:
+    """The weights that the model computes with have masters elsewhere, and are of the recipe's precision."""
+    return strategy.deepspeed or strategy.offload_optimizer
+
+
 def rounding(optimizer: Optimizer, strategy: Strategy) -> str:
     """What becomes of small updates, one of `ROUNDINGS`."""
     if optimizer.bf16_weights:
@@ -294,6 +299,10 @@ def build(optimizer: Optimizer, model: torch.nn.Module, decayed: set[str], optim
     if optimizer.name == "adamw":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+        if not strategy.deepspeed:
+            from .host_adam import HostAdamW
+
+            return HostAdamW(groups(), **adam)
         return DeepSpeedCPUAdam(groups(), **adam, adamw_mode=True, fp32_optimizer_states=strategy.moment_bytes == 8)
     if device == "cpu":  # torchao and DeepSpeed's Muon compile their updates: minutes of a core, for nothing
         torch.compiler.set_stance("force_eager")

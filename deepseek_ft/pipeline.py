@@ -377,15 +377,21 @@ class PipelineTrainer(FineTuneTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir):
         if self.stage.replica == 0:
-            torch.save(self.optimizer.state_dict(), optimizer_file(Path(output_dir), self.stage))
+            torch.save(self._whole_optimizer().state_dict(), optimizer_file(Path(output_dir), self.stage))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is None:
             return
-        self.optimizer.load_state_dict(torch.load(optimizer_file(Path(checkpoint), self.stage), map_location="cpu", weights_only=True))
+        saved = torch.load(optimizer_file(Path(checkpoint), self.stage), map_location="cpu", weights_only=True)
+        self._whole_optimizer().load_state_dict(saved)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), map_location="cpu", weights_only=True))
+
+    def _whole_optimizer(self) -> Any:
+        """What has a state_dict of all that a checkpoint must hold."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        return inner.whole if hasattr(inner, "whole") else self.optimizer
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)

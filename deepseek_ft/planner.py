@@ -225,6 +225,7 @@ def _own_strategy(path: str, ds: Mapping) -> Strategy:
         Path(path).name, "your own DeepSpeed file", stage=stage,
         offload_optimizer=stage >= 1 and devices["offload_optimizer"] != "none",
         offload_params=stage == 3 and devices["offload_param"] != "none", nvme=stage == 3 and "nvme" in devices.values(),
+        quantized_gathers=stage == 3 and bool(zero.get("zero_quantized_weights")),
         master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else 4,
         moment_bytes=4 if bf16.get("bf16_optimizer_states") else 8, chosen=False,
     )  # fmt: skip

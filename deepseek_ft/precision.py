@@ -409,6 +409,8 @@ def types_in_use(trainer: FineTuneTrainer) -> dict[str, str | None]:
         products = trainer.config.train.precision if trainer.accelerator.mixed_precision != "no" else parameters
         communication = parameters if trainer.args.world_size > 1 else None
         inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if hasattr(inner, "masters"):  # HostAdamW
+            gradients, master, products, inner = "fp32", _types(inner.masters), parameters, inner.inner
     states = [t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1]
     found = {
         "parameters": parameters,

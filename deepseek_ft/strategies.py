@@ -83,6 +83,8 @@ _ROWS = [
              precisions=("bf16", "fp32"), chosen=False),  # what it has room for, zero1 is as fast at
     Strategy("pipeline_bf16", "as pipeline with bf16 weights and states: 8 B per parameter in all", deepspeed=False, pipeline=True,
              **_BF16_STATES),
+    Strategy("pipeline_offload", "as pipeline, master weights, states and update on the host: the most room with exact updates",
+             deepspeed=False, pipeline=True, offload_optimizer=True, precisions=("bf16", "fp32")),
     Strategy("tensor", "heads and feed-forward columns in parts, one per card (DeepSpeed's AutoTP)", stage=1, tensor=True, file="zero1"),
     Strategy("sequence", "every sequence in parts, one per card (Ulysses), weights as zero3: for rows that no card has room for", stage=3,
              sequence=True, file="zero3"),

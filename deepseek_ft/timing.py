@@ -171,7 +171,7 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
         key=lambda parts: sum(parts.values()),
     )
     if s.pipeline:
-        return _pipeline_parts(load, micro, bandwidth, c)
+        return _pipeline_parts(load, micro, bandwidth, max(1, hardware.cores), c)
     parts = {name: steps * seconds for name, seconds in micro.items()}
     if s.split:  # one card after another, and what is between them, there and back
         p = len(load.stage_sizes)
@@ -207,20 +207,31 @@ def _step_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> d
         add("copies", shard * e / (c["pageable_copy_bytes_per_second"] if s.stage == 3 else pcie))
 
     # -- the update
-    touched = 2 * s.master_bytes + 2 * load.moment_bytes + s.master_bytes + e  # per parameter, read and written
     if s.offload_optimizer:
         threads = max(1, hardware.cores)
-        dram = trained * touched * WRITE_ALLOCATE / c["dram_bytes_per_second"]
-        cores = trained * c["cpu_adam_core_seconds_per_parameter"] / threads
-        add("host memory" if dram > cores else "CPU optimizer", max(dram, cores))
+        add(*host_update(load, threads, c))
         if s.nvme:  # gradients and states, in and out
             swapped = trained * (2 * s.master_bytes + load.moment_bytes)
             add("disk", swapped / c["disk_read_bytes_per_second"] + swapped / c["disk_write_bytes_per_second"])
         if load.precision == "fp16":
             add("CPU optimizer", trained * c["fp16_scan_core_seconds_per_parameter"] / threads)
     else:
-        add("GPU memory", shard * touched / bandwidth)
+        add("GPU memory", shard * _touched(load) / bandwidth)
     return parts
+
+
+def _touched(load: Workload) -> float:
+    """Bytes per parameter that an update reads and writes."""
+    s = load.strategy
+    return 2 * s.master_bytes + 2 * load.moment_bytes + s.master_bytes + load.element
+
+
+def host_update(load: Workload, cores: int, c: Mapping[str, float]) -> tuple[str, float]:
+    """An update on the host: what limits it, and its seconds, all ranks together."""
+    trained = trained_parameters(load)
+    dram = trained * _touched(load) * WRITE_ALLOCATE / c["dram_bytes_per_second"]
+    math_seconds = trained * c["cpu_adam_core_seconds_per_parameter"] / cores
+    return ("host memory", dram) if dram > math_seconds else ("CPU optimizer", math_seconds)
 
 
 def _one_batch_parts(load: Workload, hardware: Hardware, c: Mapping[str, float]) -> dict[str, float]:
@@ -245,7 +256,7 @@ def _one_batch_parts(load: Workload, hardware: Hardware, c: Mapping[str, float])
 
 
 def _pipeline_parts(
-    load: Workload, micro: Mapping[str, float], bandwidth: float, c: Mapping[str, float]
+    load: Workload, micro: Mapping[str, float], bandwidth: float, cores: int, c: Mapping[str, float]
 ) -> dict[str, float]:
     """1F1B: m micro-batches through p stages take m + p - 1 turns of the slowest stage (GPipe, arXiv:1811.06965 §2.3).
 
@@ -265,7 +276,12 @@ def _pipeline_parts(
     boundary = 2 * load.tokens * shape.hidden_size * element / c["collective_bytes_per_second"]
     touched = 2 * element + 2 * load.moment_bytes + 2 * element
     parts = {name: micro_batches * slowest * seconds for name, seconds in micro.items()}
-    parts["GPU memory"] = parts.get("GPU memory", 0.0) + shape.parameters / p * touched / bandwidth
+    if load.strategy.offload_optimizer:  # fp32 gradients out, weights back, and between them the update, matrix by matrix
+        name, seconds = host_update(load, cores, c)
+        parts["copies"] = shape.parameters / p * (4 + load.element) / c["pageable_copy_bytes_per_second"]
+        parts[name] = parts.get(name, 0.0) + seconds
+    else:
+        parts["GPU memory"] = parts.get("GPU memory", 0.0) + shape.parameters / p * touched / bandwidth
     parts["pipeline bubble"] = (p - 1) * slowest * sum(micro.values())
     parts["collectives"] = (micro_batches + p - 1) * boundary
     # Each stage adds its gradients up over its replicas, a ring, once a step.

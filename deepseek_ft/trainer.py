@@ -16,7 +16,7 @@ from .data.blocks import Blocks, collate
 from .errors import RunError
 from .losses import Head
 from .models import check_loading_info
-from .optimizers import keeps_bf16_weights
+from .optimizers import keeps_bf16_weights, masters_apart
 from .planner import Plan, warmup_steps
 from .precision import Numbers, check_types, types_in_use
 from .schedules import build_scheduler
@@ -67,7 +67,8 @@ def build_training_args(
         lr_scheduler_type="constant",  # create_scheduler has the curve
         warmup_steps=warmup_steps(config, total_steps),
         # No autocast over bf16 weights: what it would cast is bf16 already.
-        bf16=train.precision == "bf16" and not keeps_bf16_weights(plan.optimizer, plan.strategy),
+        bf16=train.precision == "bf16" and not keeps_bf16_weights(plan.optimizer, plan.strategy)
+        and (plan.strategy.deepspeed or not masters_apart(plan.strategy)),
         fp16=train.precision == "fp16",
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=plan.device == "cuda",
@@ -147,7 +148,7 @@ class FineTuneTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.plan.strategy.nvme:
+        if checkpoint is not None and self.plan.strategy.nvme and self.model_wrapped.optimizer.swap_optimizer:
             tag = Path(checkpoint, "latest").read_text(encoding="utf-8").strip()
             optimizers.resume_from_disk(self.model_wrapped.optimizer, Path(checkpoint, tag), self.args.process_index)
 
@@ -308,7 +309,8 @@ class FineTuneTrainer(Trainer):
                 these have happened in silence: an environment variable is enough. Or a mixture of experts would hang.
         """
         facts, plan, config = self.engine_facts(), self.plan, self.config
-        runs_as = "deepspeed.DeepSpeedCPUAdam" if plan.strategy.offload_optimizer else plan.optimizer.runs_as
+        on_host = "deepspeed.DeepSpeedCPUAdam" if plan.strategy.deepspeed else "deepseek_ft.HostAdamW"
+        runs_as = on_host if plan.strategy.offload_optimizer else plan.optimizer.runs_as
         package, _, name = runs_as.partition(".")
         expected = {"world_size": plan.world_size, "optimizer": name, "optimizer_package": package}
         if plan.strategy.deepspeed:

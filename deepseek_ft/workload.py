@@ -15,7 +15,7 @@ from functools import lru_cache
 from .config import TRAINED_WHOLE, Config, ExpertsConfig
 from .errors import ConfigError, PlanError, listing
 from .hardware import Hardware
-from .optimizers import OPTIMIZERS, Optimizer, keeps_bf16_weights, resolve, states_bytes
+from .optimizers import OPTIMIZERS, Optimizer, keeps_bf16_weights, masters_apart, resolve, states_bytes
 from .shapes import EXPERTS, ModelShape
 from .strategies import Strategy
 
@@ -128,7 +128,7 @@ class Workload:
     @property
     def autocast(self) -> bool:
         """Plain PyTorch keeps fp32 weights and casts them on the way, unless the optimizer writes bf16 ones; DeepSpeed casts the model."""
-        return not self.strategy.deepspeed and self.element < FP32 and self.adapter is None and not self.bf16_weights
+        return not masters_apart(self.strategy) and self.element < FP32 and self.adapter is None and not self.bf16_weights
 
     @property
     def bf16_weights(self) -> bool:
@@ -168,7 +168,7 @@ class Workload:
     @property
     def trained_element(self) -> int:
         """Bytes of a trained weight and its gradient: plain PyTorch keeps what it updates in fp32, DeepSpeed has masters for it."""
-        return self.element if self.strategy.deepspeed or self.bf16_weights else FP32
+        return self.element if masters_apart(self.strategy) or self.bf16_weights else FP32
 
     @property
     def flash(self) -> bool:

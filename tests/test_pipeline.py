@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 
@@ -11,6 +12,8 @@ from conftest import cli, train
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from deepseek_ft import PlanError, load_config, plan_run
+from deepseek_ft.hardware import described, probe
 from deepseek_ft.pipeline import idle_share
 from deepseek_ft.report import read_metrics
 from deepseek_ft.shapes import preset_config, shape_from_config
@@ -199,9 +202,13 @@ def test_two_pipelines_of_two_stages(single, tiny_recipe, tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("words", [(), pytest.param(("method.kind=lora", "train.max_steps=8"), marks=pytest.mark.slow)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "words",
+    [("strategy=pipeline",), slow(("strategy=pipeline", "method.kind=lora", "train.max_steps=8"), id="lora"),
+     slow(("strategy=pipeline_offload", "train.precision=bf16"), id="states on the host")],
+)  # fmt: skip
 def test_a_resumed_pipeline_goes_on_as_if_it_had_not_stopped(words, tiny_recipe, tmp_path):
-    words = ("strategy=pipeline", "train.save_steps=4", "train.save_total_limit=2", *words)
+    words = ("train.save_steps=4", "train.save_total_limit=2", *words)
     straight = train(tiny_recipe, *words, cwd=tmp_path)
     folder = straight["folder"]
     checkpoint = folder / "checkpoint-4"
@@ -227,6 +234,69 @@ def test_a_resumed_pipeline_goes_on_as_if_it_had_not_stopped(words, tiny_recipe,
     shutil.rmtree(folder / "checkpoint-8")
     broken = cli("train", tiny_recipe, *words, "--resume", cwd=tmp_path)
     assert broken.returncode == 2 and "optimizer-00002-of-00003.pt is missing" in broken.stdout, broken.stdout[-1500:]
+
+
+class Weights:
+    """Of a card, as `HostAdamW` sees them: two groups, one weight without a gradient."""
+
+    def __init__(self, dtype):
+        torch.manual_seed(0)
+        self.all = [torch.nn.Parameter(torch.randn(n, 8).to(dtype)) for n in (16, 4, 3)]
+        self.groups = [{"params": self.all[:2], "weight_decay": 0.1}, {"params": self.all[2:], "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_on_the_host_is_torchs_adamw_in_fp32(dtype):
+    from deepseek_ft import ops
+    from deepseek_ft.host_adam import HostAdamW
+
+    if not ops.available(["cpu_adam"]):
+        pytest.skip("DeepSpeed's cpu_adam op cannot be built here")
+    ops.build(["cpu_adam"])
+    mine, plain = Weights(dtype), Weights(torch.float32)
+    for a, b in zip(plain.all, mine.all, strict=True):
+        a.data.copy_(b)
+    host = HostAdamW(mine.groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    usual = torch.optim.AdamW(plain.groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(5):
+        for group in (host.param_groups, usual.param_groups):
+            group[0]["lr"] = group[1]["lr"] = 1e-2 / (step + 1)  # as a schedule does
+        for a, b in zip(plain.all[:2], mine.all[:2], strict=True):
+            halves = [torch.randn_like(a).to(dtype) for _ in range(2)]
+            for half in halves:  # two micro-batches, added up in fp32
+                (b * half).sum().backward()
+            a.grad = sum(half.float() for half in halves)
+            assert b.grad.dtype == torch.float32 and torch.allclose(b.grad, a.grad)
+        host.step()
+        usual.step()
+        host.zero_grad()
+        usual.zero_grad()
+    for a, b, master in zip(plain.all, mine.all, host.masters, strict=True):
+        assert torch.allclose(master, a, atol=1e-6) and torch.equal(b, master.to(dtype))
+    assert torch.equal(mine.all[2], Weights(dtype).all[2])  # no gradient, no update
+
+    again = Weights(dtype)
+    other = HostAdamW(again.groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    other.whole.load_state_dict(copy.deepcopy(host.whole.state_dict()))  # as it comes from a file
+    for weights, optimizer in ((mine, host), (again, other)):
+        torch.manual_seed(1)
+        for p in weights.all:
+            p.grad = torch.randn(p.shape)
+        optimizer.step()
+    # DeepSpeed keeps the powers of the betas as products, and begins a resumed run with powers.
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(host.masters, other.masters, strict=True))
+
+
+def test_states_on_the_host_are_for_weights_that_are_all_trained():
+    config = load_config("deepseek-llm-7b/wikitext103_lora", ["strategy=pipeline_offload"])
+    with pytest.raises(PlanError, match="an adapter's are next to nothing: strategy=pipeline"):
+        plan_run(config, described(probe("."), gpu="rtx4090", gpus=3, host_ram_gib=128, disk_gib=2000))
+    full = load_config("deepseek-llm-7b/wikitext103_full", ["train.precision=bf16", "train.micro_batch_size=4"])
+    plan = plan_run(full, described(probe("."), gpu="rtx4090", gpus=3, host_ram_gib=96, disk_gib=2000, cores=16), can_build_ops=True)
+    assert plan.strategy.name == "pipeline_offload"  # the only exact one that fits
+    n = plan.shape.parameters
+    assert plan.memory.host["optimizer states"] + plan.memory.host["master weights"] == pytest.approx(12 * n, rel=1e-6)
+    assert plan.memory.gpu["weights"] + plan.memory.gpu["gradients"] == pytest.approx(6 * n / 3, rel=0.12)  # of the fullest stage
 
 
 @pytest.mark.ranks

@@ -252,8 +252,13 @@ def test_ctrl_c_ends_every_rank(tiny_recipe, tmp_path):
     assert "interrupted" in log and "Traceback" not in log
 
 
-def test_a_killed_rank_ends_all(tiny_recipe, tmp_path):
-    process, ranks = start(tiny_recipe, tmp_path)
+@pytest.mark.parametrize(
+    "words", [(), ("strategy=pipeline",), *(pytest.param(w, marks=pytest.mark.slow) for w in (
+        ("strategy=tensor", "ranks=2", "train.micro_batch_size=3"), ("strategy=sequence", "ranks=2", "train.micro_batch_size=3")))],
+    ids=lambda words: words[0] if words else "zero3",
+)  # fmt: skip
+def test_a_killed_rank_ends_all(words, tiny_recipe, tmp_path):
+    process, ranks = start(tiny_recipe, tmp_path, *words)
     ranks[1].kill()
     assert process.wait(60) == 1 and gone(ranks)
     log = (tmp_path / "log").read_text()

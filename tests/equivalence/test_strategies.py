@@ -52,11 +52,12 @@ MEMBERS = {  # strategy and more words, ranks, micro-batch
     "tensor, 3 ranks, chunked loss, recomputed layers": ("strategy=tensor train.loss=chunked model.gradient_checkpointing=true", 3, 2),
     "pipeline, 2 stages": ("strategy=pipeline", 2, 2),
     "pipeline, 3 stages": ("strategy=pipeline", 3, 1),
+    "pipeline_offload, 3 stages": ("strategy=pipeline_offload", 3, 2),
     "pipeline, 2 x 2 stages": ("strategy=pipeline stages=[1,2]", 4, 3),
 }
 CORE = {("deepseek_v3", name) for name in ("single, 12 accumulated", "ddp, 3 ranks", "zero2, 3 ranks", "zero3, 3 ranks",
         "zero3_offload, 3 ranks", "pipeline, 3 stages")}  # fmt: skip
-ENGINES = {"single": None, "layer_split": None, "ddp": "DistributedDataParallel", "pipeline": "Pipeline", "sequence": "DeepSpeedEngine", "tensor": "DeepSpeedEngine"}
+ENGINES = {"single": None, "layer_split": None, "ddp": "DistributedDataParallel", "pipeline": "Pipeline", "pipeline_offload": "Pipeline", "sequence": "DeepSpeedEngine", "tensor": "DeepSpeedEngine"}
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +171,7 @@ MEMBERS_16 = {
     "bf16, zero3, 2 ranks": ("strategy=zero3 train.precision=bf16", 2, 6),
     "bf16, zero3_offload, 2 ranks": ("strategy=zero3_offload train.precision=bf16", 2, 6),
     "bf16, pipeline, 3 stages": ("strategy=pipeline train.precision=bf16", 3, 2),
+    "bf16, pipeline_offload, 3 stages": ("strategy=pipeline_offload train.precision=bf16", 3, 2),
     "bf16, tensor, 2 ranks": ("strategy=tensor train.precision=bf16", 2, 6),
     "bf16, sequence, 2 ranks": ("strategy=sequence train.precision=bf16", 2, 6),
     "fp16, zero2, 3 ranks": ("strategy=zero2 train.precision=fp16", 3, 4),
