@@ -144,9 +144,9 @@ def test_muon_steps_are_as_long_as_adamws():
 def test_every_row_goes_with_some_strategy_and_every_strategy_with_adamw():
     fits = {n: [s.name for s in STRATEGIES.values() if not list(refused(row, s, "bf16", "full"))] for n, row in OPTIMIZERS.items()}
     assert all(fits.values()) and set(fits["adamw"]) == set(STRATEGIES)
-    assert fits["adamw_bf16"] == ["single", "ddp", "zero3_bf16", "pipeline", "pipeline_bf16"]
-    assert fits["muon"] == fits["galore"] == fits["apollo"] == fits["adafactor"] == ["single", "ddp", "pipeline"]
-    assert fits["adamw_8bit"] == ["single", "ddp", "zero1", "zero2", "zero3", "zero3_warmup", "pipeline"]
+    assert fits["adamw_bf16"] == ["single", "layer_split", "ddp", "zero3_bf16", "pipeline", "pipeline_bf16"]
+    assert fits["muon"] == fits["galore"] == fits["apollo"] == fits["adafactor"] == ["single", "layer_split", "ddp", "pipeline"]
+    assert fits["adamw_8bit"] == ["single", "layer_split", "ddp", "zero1", "zero2", "zero3", "zero3_warmup", "zeropp", "pipeline", "tensor", "sequence"]
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,15 @@ def test_one_screen():
     command = plan_view.start_command(LLM, MODEST, p, config)
     screen = plan_view.text(p, config, schedule_run(p, config, 129_000_000), command)
     assert len(screen.splitlines()) < 57
-    for part in ("> zero2_offload", "of 23.51 usable", "weights", "3 checkpoints", "tokens per step", "estimate", "warm-up 1,000",
+    for part in ("> pipeline_offload", "of 23.51 usable", "weights", "3 checkpoints", "tokens per step", "estimate", "warm-up 1,000",
                  "about", "lr        5e-05 ▁", "note", f"start     deepseek-ft train {LLM} train.precision=bf16"):  # fmt: skip
         assert part in screen, part
-    assert command.endswith("strategy=zero2_offload --gpus 3")
+    assert command.endswith("strategy=pipeline_offload --gpus 3")
 
 
 def test_a_plan_shows_itself_in_a_notebook():
     table = seven(*MODEST)._repr_html_()
-    assert table.count("<tr>") == 15 and "<b>zero2_offload</b>" in table and "<script" not in table
+    assert table.count("<tr>") == 16 and "<b>pipeline_offload</b>" in table and "<script" not in table
     assert str(seven(*MODEST)).startswith("on 3 x NVIDIA GeForce RTX 4090")
     assert "rank GiB" in plan()._repr_html_()  # without cards: ranks, and no speed
     misfit = plan("train.precision=fp16", recipe=LLM, hardware=described_cards(host=64), force=True)
@@ -47,8 +47,8 @@ def test_the_command_in_json(tmp_path):
     done = cli("plan", LLM, *MODEST, *FLAGS, "--constant", "dram_bytes_per_second=2e11", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     answer = json.loads(done.stdout)
-    assert answer["fits"] and answer["strategy"] == "zero2_offload" and answer["world_size"] == 3
-    chosen = next(c for c in answer["candidates"] if c["strategy"] == "zero2_offload")
+    assert answer["fits"] and answer["strategy"] == "pipeline_offload" and answer["world_size"] == 3
+    chosen = next(c for c in answer["candidates"] if c["strategy"] == "pipeline_offload")
     assert chosen["memory"]["gpu_bytes"] == sum(chosen["memory"]["gpu"].values())
     assert chosen["timing"]["estimate"] and chosen["timing"]["bottleneck"] in chosen["timing"]["parts_seconds"]
     assert answer["constants"]["dram_bytes_per_second"] == {"value": 2e11, "measured": True}
