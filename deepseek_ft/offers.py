@@ -113,25 +113,27 @@ def nearest(config: Config, shape: ModelShape, names: list[str], world_size: int
 
 def better_batch(config: Config, shape: ModelShape, chosen: Candidate, world_size: int, accumulation: int,
                   hardware: Hardware) -> Iterator[str]:  # fmt: skip
-    """The same batch in larger micro-batches: what is gathered and launched for each of them is paid less often."""
+    """The same batch in larger micro-batches, where what is gathered and launched for each of them is paid less often; or in smaller
+    ones, where stages wait less for each other."""
     train = config.train
     allowed = list(STRATEGIES) if config.strategy == "auto" else [chosen.strategy.name]
     best = None
-    micro, steps = train.micro_batch_size, accumulation
-    while steps % 2 == 0:
-        micro, steps = 2 * micro, steps // 2
-        changed = dataclasses.replace(
-            config,
-            train=dataclasses.replace(train, micro_batch_size=micro, grad_accum_steps=steps, global_batch_size=None),
-        )
-        possible = [n for n in allowed if states_fit(changed, shape, STRATEGIES[n], world_size, steps, hardware)]
-        other = fastest(
-            [assess(changed, shape, STRATEGIES[n], world_size, steps, hardware) for n in possible], world_size
-        )
-        if other is None or (other.rounding != "none" and chosen.rounding == "none"):
-            break
-        if other.timing and (best is None or other.timing.tokens_per_second > best[2].timing.tokens_per_second):
-            best = micro, steps, other
+    larger = [(train.micro_batch_size * 2**i, accumulation // 2**i) for i in range(1, 20) if accumulation % 2**i == 0]
+    smaller = [(train.micro_batch_size // 2**i, accumulation * 2**i) for i in range(1, 20) if train.micro_batch_size % 2**i == 0]
+    for direction in (larger, smaller if chosen.strategy.pipeline else []):
+        for micro, steps in direction:
+            changed = dataclasses.replace(
+                config,
+                train=dataclasses.replace(train, micro_batch_size=micro, grad_accum_steps=steps, global_batch_size=None),
+            )
+            possible = [n for n in allowed if states_fit(changed, shape, STRATEGIES[n], world_size, steps, hardware)]
+            other = fastest(
+                [assess(changed, shape, STRATEGIES[n], world_size, steps, hardware) for n in possible], world_size
+            )
+            if other is None or (other.rounding != "none" and chosen.rounding == "none"):
+                break
+            if other.timing and (best is None or other.timing.tokens_per_second > best[2].timing.tokens_per_second):
+                best = micro, steps, other
     if best is not None and best[2].timing.tokens_per_second > 1.15 * chosen.timing.tokens_per_second:
         micro, steps, other = best
         words = f"train.micro_batch_size={micro}" + (

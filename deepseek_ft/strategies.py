@@ -80,7 +80,7 @@ _ROWS = [
     Strategy("zeropp", "as zero3, weights gathered in 8 bits (ZeRO++, arXiv:2306.10209 §3.1): half the traffic, rounded weights; not run "
              "on a card yet", stage=3, quantized_gathers=True, precisions=("bf16", "fp16"), chosen=False),
     Strategy("pipeline", "layers in stages, one per card, micro-batches in a row (1F1B)", deepspeed=False, pipeline=True,
-             precisions=("bf16", "fp32"), chosen=False),  # what it has room for, zero1 is as fast at
+             precisions=("bf16", "fp32")),
     Strategy("pipeline_bf16", "as pipeline with bf16 weights and states: 8 B per parameter in all", deepspeed=False, pipeline=True,
              **_BF16_STATES),
     Strategy("pipeline_offload", "as pipeline, master weights, states and update on the host: the most room with exact updates",

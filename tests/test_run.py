@@ -91,6 +91,21 @@ def test_under_the_deepspeed_launcher(launched, cache):
     assert launched["output"].count("held-out loss") == 2  # one voice, not three
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tensor", "sequence", "pipeline", "pipeline_offload"])
+def test_a_layout_under_somebody_elses_launcher(strategy, tiny_recipe, tmp_path):
+    """torchrun starts the script's ranks; the same losses as from the command that starts them itself."""
+    words = (f"strategy={strategy}", "train.micro_batch_size=3", "train.max_steps=3")
+    done = run(BIN / "torchrun", "--nproc-per-node", "2", ROOT / "examples/train.py", "--recipe", tiny_recipe, *words,
+               "output_dir=runs/torchrun", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    started = train(tiny_recipe, *words, "ranks=2", "output_dir=runs/own", cwd=tmp_path)
+    theirs = json.loads((tmp_path / "runs/torchrun/run.json").read_text())
+    assert theirs["status"] == "finished" and theirs["world_size"] == 2
+    assert theirs["last_loss"] == started["last_loss"] and theirs["after"] == started["after"]
+    assert done.stdout.count("held-out loss") == 2
+
+
 def test_metrics_have_every_number(launched):
     rows = read_metrics(launched["folder"] / "metrics.jsonl")
     losses = [r for r in rows if "loss" in r]

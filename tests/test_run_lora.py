@@ -173,7 +173,7 @@ RECIPES = {
     "deepseek-llm-7b/wikitext103_lora": ("tiny-llama", "ddp", "data.path={text}"),
     "deepseek-coder-6.7b/code_lora": ("tiny-llama", "zero2", "data.path={code}", "data.code.fim_rate=0"),
     "r1-distill-qwen-7b/chat_lora": ("tiny-qwen2", "zero3", "data.path={chat}"),
-    "deepseek-v2-lite/chat_lora": ("tiny-v2", "zero3", "data.path={chat}"),
+    "deepseek-v2-lite/chat_lora": ("tiny-v2", "pipeline", "data.path={chat}"),
     "deepseek-coder-6.7b/instruct_qlora": ("tiny-llama", "zero2", "data.path={chat}"),
     "deepseek-llm-7b/wikitext103_full_bf16states": ("tiny-llama", "zero3_bf16", "data.path={text}"),
 }
