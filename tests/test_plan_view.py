@@ -36,7 +36,7 @@ def test_one_screen():
 
 def test_a_plan_shows_itself_in_a_notebook():
     table = seven(*MODEST)._repr_html_()
-    assert table.count("<tr>") == 16 and "<b>pipeline_offload</b>" in table and "<script" not in table
+    assert table.count("<tr>") == 17 and "<b>pipeline_offload</b>" in table and "<script" not in table
     assert str(seven(*MODEST)).startswith("on 3 x NVIDIA GeForce RTX 4090")
     assert "rank GiB" in plan()._repr_html_()  # without cards: ranks, and no speed
     misfit = plan("train.precision=fp16", recipe=LLM, hardware=described_cards(host=64), force=True)

@@ -110,7 +110,7 @@ def test_auto_takes_the_fastest_that_fits():
     assert p.timing.tokens_per_second >= 0.95 * max(c.timing.tokens_per_second for c in fitting)
     one_and_a_half = seven("model.path=deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "train.precision=bf16")
     assert one_and_a_half.strategy.name == "zero1"
-    assert seven(*MODEST, n=8, gpu="a100").strategy.name in ("zero1", "zero2")
+    assert seven(*MODEST, n=8, gpu="a100").strategy.name in ("zero1", "zero2", "pipeline")
     # Over PCIe stages beat shards: they send hidden states, once a step gradients to the host, and never weights to each other.
     for host in (256, 96):
         assert seven(*MODEST, host=host).strategy.name == seven(*WIDE, host=host).strategy.name == "pipeline_offload"
