@@ -91,7 +91,7 @@ class Bench:
         config = self.config
         what = f"{config.name}: {config.model.path}, {config.method.kind}, blocks of {config.data.seq_len:,} tokens, {config.train.precision}"
         if self.measured:
-            return f"{what}; measured on {self.hardware.describe()}"
+            return f"{what}; measured on this machine: {self.hardware.describe()}"
         return f"{what}; planned for {self.hardware.describe()}, nothing was run"
 
     def markdown(self) -> str:

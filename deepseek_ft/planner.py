@@ -455,6 +455,8 @@ def _remarks(config: Config, shape: ModelShape | None, strategy: Strategy) -> It
         written = shape.parameters * (2 * strategy.master_bytes + strategy.moment_bytes) / 1e12
         yield (f"zero3_nvme writes {written:.2f} TB to the disk in each step, and reads as much: consumer drives are rated for some hundreds "
                "of TB in all")  # fmt: skip
+    elif config.offload_dir is not None:
+        yield f"offload_dir is where zero3_nvme keeps its states; {strategy.name} keeps nothing there"
     if strategy.quantized_gathers:
         yield "zeropp computes with weights rounded to 8 bits: its losses are not those of the other strategies"
     if optim.schedule == "warmup":

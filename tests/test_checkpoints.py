@@ -6,14 +6,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deepseek_ft import CheckpointError, load_config
+from deepseek_ft import CheckpointError, ConfigError, PlanError, load_config
 from deepseek_ft.checkpoints import (
     as_begun,
+    check_offload_dir,
     choose_run_dir,
     hold,
     incomplete,
     is_trained,
     newest_complete,
+    offload_folder,
     saved_ranks,
     size_bytes,
     write_json,
@@ -158,6 +160,23 @@ def test_a_trained_run_without_its_check_is_taken_up(tmp_path):
     assert is_trained(base) and choose_run_dir(str(base), True, False)[:2] == (base, None)
     finish(base, "running")  # a model folder of which nobody wrote that it is whole
     assert not is_trained(base)
+
+
+def test_each_runs_offloaded_states_have_a_folder_of_their_own(tmp_path):
+    config = load_config("quickstart", [f"offload_dir={tmp_path / 'disk'}", "strategy=zero3_nvme"])
+    one, two = (offload_folder(config, tmp_path / name) for name in ("a/run", "b/run"))
+    assert one != two and one.parent == two.parent == tmp_path / "disk"
+    assert offload_folder(load_config("quickstart"), tmp_path / "run") == tmp_path / "run/offloaded"
+
+
+def test_a_disk_that_has_no_room_or_cannot_be_written_is_said_before_the_run(tmp_path):
+    config = load_config("quickstart", [f"offload_dir={tmp_path / 'disk/deeper'}"])
+    check_offload_dir(config, 10)
+    with pytest.raises(PlanError, match=r"offload_dir: zero3_nvme needs 931322574615.5 GiB in .*deeper, and .* are free"):
+        check_offload_dir(config, 10**21)
+    (tmp_path / "disk").write_text("a file")
+    with pytest.raises(ConfigError, match="is a file"):
+        check_offload_dir(config, 10)
 
 
 def test_resume_and_new_exclude_each_other(tmp_path):
