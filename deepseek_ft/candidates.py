@@ -101,7 +101,8 @@ def forbidden(
     if strategy.tensor and config.method.kind != "full":
         yield "trains every weight"
     if strategy.sequence and config.data.seq_len % world_size:
-        yield f"cuts blocks in equal parts, and data.seq_len={config.data.seq_len} does not divide by {world_size} ranks"
+        yield (f"cuts blocks in equal parts, and data.seq_len={config.data.seq_len} does not divide by {world_size} ranks: "
+               f"data.seq_len={config.data.seq_len // world_size * world_size}")  # fmt: skip
     if strategy.shared and config.experts.balance_loss is not None:
         yield "shares each row among its ranks, and a balance loss is of whole rows: leave out experts.balance_loss, or use another strategy"
     if strategy.pipeline and strategy.offload_optimizer and config.method.kind != "full":
@@ -124,8 +125,9 @@ def forbidden(
         yield "quantises with a CUDA kernel, and there is no GPU"
     if strategy.quantized_gathers and shape is not None and (uneven := _uneven_pieces(shape, world_size)):
         name, size = uneven
+        able = [str(n) for n in range(2, 9) if _uneven_pieces(shape, n) is None]
         yield (f"quantises pieces of a multiple of 8 elements, and one of {world_size} of {name} has {size:,}"
-               + (": 2 or 4 ranks" if world_size not in (2, 4) else ""))  # fmt: skip
+               + (f": {' or '.join(able)} ranks" if able else ""))  # fmt: skip
     yield from refused(resolve(config.optim.name, strategy), strategy, precision, config.method.kind)
     if config.method.kind == "qlora" and strategy.stage == 3:
         yield "cannot shard a 4-bit base"

@@ -395,6 +395,7 @@ def _without_compiler(config: Config, strategy: Strategy, ops: tuple[str, ...], 
     missing = ops_module.missing_for_builds(ops)
     if hardware.device == "cuda" or launched_ranks is not None or strategy.nvme:
         what = " and ".join(missing) or "C++ compiler"
+        ops = [op for op in ops if not ops_module.is_built(op)] or ops
         how = " && ".join(ops_module.CURES[part] for part in missing) or cure
         raise PlanError(
             f"strategy {strategy.name} needs DeepSpeed's {' and '.join(ops)} op, which is not built yet, and there is no "
