@@ -173,6 +173,20 @@ class Bench:
             ],
         }  # fmt: skip
 
+    def save(self, output: str) -> Path:
+        """In a new folder; where it is taken, the next free name.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        folder = free_folder(Path(output))
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"--output: {folder} cannot be made: {error.strerror}; name a folder that can be written") from None
+        self.write(folder)
+        return folder
+
     def write(self, folder: Path) -> None:
         """table.md, table.json and tokens_per_second.png."""
         write_json(folder / "table.json", self.as_json())
@@ -328,14 +342,12 @@ def bench(config: Config, names: Sequence[str], output: str, ranks: int | None =
     if hardware.gpus and ranks > len(hardware.gpus):
         raise PlanError(f"--gpus {ranks}: there are {len(hardware.gpus)} ({hardware.describe()})")
     rows, configs = compare(config, hardware, names, ranks, warmup_steps + steps)
-    folder = free_folder(Path(output))
-    folder.mkdir(parents=True)
     table = Bench(config, hardware, ranks, True, rows, steps, warmup_steps, repeats, note)
+    folder = table.save(output)
     if note:
         log.info("%s", note)
     able = sum(laid is not None for laid in configs)
     log.info("%d of %d strategies can be run here, %d times each -> %s", able, len(rows), repeats, folder)
-    table.write(folder)
     for repeat in range(1, repeats + 1):
         for row, laid in zip(rows, configs, strict=True):
             if laid is None or row.reason:

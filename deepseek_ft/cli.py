@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=_count, metavar="N", default=10, help="steps that count, of each run (10)")
     bench.add_argument("--warmup", type=_count, metavar="N", default=3, help="steps before them (3)")
     bench.add_argument("--repeats", type=_count, metavar="N", default=2, help="runs of each strategy, in turn (2)")
-    bench.add_argument("--output", metavar="DIR", help="a new folder for the table (runs/bench-RECIPE)")
+    bench.add_argument("--output", metavar="DIR", help="a new folder for the table, its JSON and a chart (runs/bench-RECIPE; with --predict none)")
     bench.add_argument("--predict", action="store_true", help="run nothing: the planned table, of this machine or of the one described")
     _add_machine(bench, " (with --predict)")
     bench.add_argument("--json", action="store_true", help="for programs")
@@ -274,6 +274,8 @@ def _bench(arguments: argparse.Namespace) -> None:
     machine = ("gpu", "host_ram_gib", "disk_gib", "cores", "pcie")
     if arguments.predict:
         table = benchmark.predict(config, _described(arguments, probe(config.output_dir)), names)
+        if arguments.output:
+            logging.getLogger("deepseek_ft").info("%s: table.md, table.json, tokens_per_second.png", table.save(arguments.output))
     else:
         if given := [f"--{name.replace('_', '-')}" for name in machine if getattr(arguments, name) is not None] + ["--constant"] * bool(arguments.constant):
             raise ConfigError(f"{', '.join(given)} would describe another machine, and what is measured is this one: add --predict, or leave "

@@ -129,6 +129,15 @@ def test_predict_prints_a_table_and_writes_nothing(tmp_path):
     assert json.loads(found)["kind"] == "planned"
 
 
+def test_a_planned_table_is_kept_where_it_is_said(tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    done = cli("bench", "--predict", *CARDS, "--output", "tables", cwd=tmp_path)
+    assert done.returncode == 0 and {p.name for p in (tmp_path / "tables").iterdir()} == {"table.md", "table.json", "tokens_per_second.png"}
+    assert "nothing was run" in (tmp_path / "tables/table.md").read_text()
+    wrong = cli("bench", "--predict", *CARDS, "--output", "taken/deeper", cwd=tmp_path)
+    assert wrong.returncode == 2 and "--output: taken/deeper cannot be made" in wrong.stdout and "Traceback" not in wrong.stdout
+
+
 @pytest.mark.ranks
 def test_strategies_that_run_learn_the_same_and_one_that_cannot_says_why(tmp_path):
     done = cli("bench", "--strategies", "single,zero2,pipeline,zero3_bf16", "--repeats", "1", "--steps", "3", "--warmup", "1", cwd=tmp_path)
