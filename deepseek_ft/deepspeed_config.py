@@ -82,8 +82,8 @@ _REFUSED = {
     "amp": "it would set a precision beside the recipe's train.precision",
     "gradient_allreduce_op": "gradients are averaged over target tokens; another reduction scales them by the number of ranks",
     "elasticity": "it would change the batch behind the recipe's back",
-    "tensor_parallel": "ranks would no longer be what the batch arithmetic counts",
-    "sequence_parallel_size": "ranks would no longer be what the batch arithmetic counts",
+    "tensor_parallel": "ranks would no longer be what the batch arithmetic counts; strategy=tensor is told what these models need",
+    "sequence_parallel_size": "ranks would no longer be what the batch arithmetic counts; strategy=sequence does it",
     "zero_optimization.cpu_offload": 'it is the old name of offload_optimizer: {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'it is the old name of offload_param: {"device": "cpu"}',
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "its name is stage3_gather_16bit_weights_on_model_save now",
@@ -336,6 +336,9 @@ def check(ds: dict, origin: str, config: Config, batch: Batch) -> tuple[dict, li
         notes.append(f"fp16.loss_scale {scale} is static: it does not adapt when gradients overflow; 0 does")
 
     problems += _scale_problems(ds)
+    for key in ("zero_quantized_gradients", "zero_hpz_partition_size"):
+        if (_get(ds, f"zero_optimization.{key}") or 0) not in (0, 1, False) or _get(ds, f"zero_optimization.{key}") is True:
+            notes.append(f"zero_optimization.{key} is for several hosts; on one it does nothing")
 
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         ds.setdefault(key, "auto")

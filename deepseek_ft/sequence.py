@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .data.blocks import IGNORED
+from .errors import RunError
 from .trainer import FineTuneTrainer
 
 NAME = "deepseek_ft_sequence"
@@ -58,6 +59,8 @@ class Parts:
         self._positions: torch.Tensor | None = None
         """(B, T) of the whole rows at work, where documents in them do not see each other."""
         self._mask: torch.Tensor | None = None
+        self.calls = 0
+        """Of attention over whole rows so far."""
         ALL_ATTENTION_FUNCTIONS.register(NAME, self.attention)
 
     def of(self, batch: dict) -> dict:
@@ -88,6 +91,7 @@ class Parts:
     def attention(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None,
                   **more: Any) -> tuple[torch.Tensor, Any]:  # fmt: skip
         """transformers' attention function: (B, H, t, D) of queries, keys, values -> (B, t, H, D)."""
+        self.calls += 1
         query, key, value = (exchange(x, 1, 2) for x in (query, key, value))
         usual = ALL_ATTENTION_FUNCTIONS.get_interface(self.usual, sys.modules[type(module).__module__].eager_attention_forward)
         if "position_ids" in more and self._positions is not None:
@@ -136,5 +140,15 @@ class SequenceTrainer(FineTuneTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         inputs = dict(inputs)
         whole = inputs.pop("whole_positions")
+        before = self.parts.calls
         with self.parts.together(None if whole is None else whole.to(self.args.device)):
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.parts.calls - before < self.parts.config.num_hidden_layers:
+            raise RunError(
+                f"of {self.parts.config.num_hidden_layers} layers {self.parts.calls - before} attended to whole rows: the others do not look "
+                "their attention up where transformers keeps it, and would see a rank's part of a row only. Use strategy=zero3"
+            )
+        return loss
+
+    def engine_facts(self) -> dict:
+        return super().engine_facts() | {"row_parts": self.parts.count}

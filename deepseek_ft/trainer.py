@@ -325,6 +325,8 @@ class FineTuneTrainer(Trainer):
                 "bf16": config.train.precision == "bf16",
                 "decoupled_decay": True,
             }
+            if plan.strategy.sequence:
+                expected["row_parts"] = plan.world_size
         elif plan.strategy.pipeline:
             expected |= {"engine": "Pipeline", "stages": list(plan.stages)}
         elif plan.world_size > 1:

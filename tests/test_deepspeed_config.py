@@ -34,6 +34,14 @@ def test_every_file_has_a_row_and_every_row_its_file():
     assert set(FILES) == {name for name, row in STRATEGIES.items() if row.deepspeed}
 
 
+def test_what_does_nothing_on_one_host_is_said():
+    zero = {"stage": 3, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2, "zero_quantized_weights": True}
+    _, problems, notes = check({"zero_optimization": zero}, "mine.json", load_config(RECIPE), Batch(8, 1, 3))
+    assert not problems and sum("is for several hosts" in note for note in notes) == 2
+    _, _, quiet = check({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}, "mine.json", load_config(RECIPE), Batch(8, 1, 3))
+    assert not any("several hosts" in note for note in quiet)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_shipped_files(name):
     row, config = read(name), load_config(RECIPE)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import cli, train
+from conftest import clean_environment, cli, train
 
 from deepseek_ft import PlanError, load_config, plan_run
 from deepseek_ft.hardware import described, probe
@@ -60,6 +60,19 @@ def test_parts_of_a_batch_know_the_whole_rows_positions_and_each_tokens_next(mon
     assert all(torch.equal(p["cu_seq_lens_q"], batch["cu_seq_lens_q"]) and torch.equal(p["whole_positions"], restarts) for p in parts)
     plain = Parts(Model, 1, 4).of({"input_ids": ids, "labels": labels})
     assert plain["position_ids"].tolist() == [[2, 3], [2, 3]] and plain["whole_positions"] is None
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_model_that_looks_its_attention_up_elsewhere_is_not_trained_on_parts(tiny_recipe, tmp_path):
+    """Each rank would see its part of a row only, and learn all the same."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'worker' in sys.argv:\n    import transformers.models.llama.modeling_llama as m\n"
+        "    m.ALL_ATTENTION_FUNCTIONS = type('Own', (), {'get_interface': staticmethod(lambda name, eager: eager)})()\n"
+    )
+    done = cli("train", tiny_recipe, "model.path=preset:tiny-llama", "strategy=sequence", "ranks=2", "train.micro_batch_size=3", cwd=tmp_path,
+               env=clean_environment(PYTHONPATH=str(tmp_path)))  # fmt: skip
+    assert done.returncode != 0 and "of 3 layers 0 attended to whole rows" in done.stdout, done.stdout[-3000:]
 
 
 def curve(run: dict) -> list[tuple[float, float]]:
