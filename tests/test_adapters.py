@@ -170,7 +170,7 @@ def test_qlora_without_its_package_is_refused_with_the_command(monkeypatch):
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
     config = config_of(method__kind="qlora")
     with pytest.raises(ConfigError, match="pip install"):
-        run._can_train(config, plan_run(config, CPU))
+        run.can_train(config, plan_run(config, CPU))
 
 
 # -------------------------------------------------------------------------------------------- what is trained

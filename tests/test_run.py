@@ -330,7 +330,7 @@ def test_what_does_not_fit_is_refused_and_can_be_forced(tiny_recipe, tmp_path):
     assert newest_run(tmp_path)["status"] == "finished"
 
 
-def test_what_is_only_planned_does_not_train(tiny_recipe, tmp_path):
-    done = cli("train", tiny_recipe, "strategy=tensor", "ranks=2", "train.micro_batch_size=3", cwd=tmp_path)
-    assert done.returncode == 2 and "planned by this version and not run" in done.stdout, done.stdout
+def test_what_no_card_here_can_do_does_not_start(tiny_recipe, tmp_path):
+    done = cli("train", tiny_recipe, "strategy=zeropp", "train.precision=bf16", cwd=tmp_path)
+    assert done.returncode == 2 and "quantises with a CUDA kernel, and there is no GPU" in done.stdout, done.stdout
     assert not (tmp_path / "runs").exists()
