@@ -6,15 +6,18 @@ the same rows.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.layers import GatherReplacedLayerParams
+from deepspeed.module_inject.layers import DS_IS_REPLACED_MODULE, GatherReplacedLayerParams
 from torch import nn
 from transformers import PreTrainedModel
 
 from .trainer import FineTuneTrainer
+
+log = logging.getLogger(__name__)
 
 SPLIT = {
     "use_default_specs": False,
@@ -73,6 +76,22 @@ def whole_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
+DRIFT = 1e-4
+"""Relative difference between ranks, of a weight that all have whole, from which on it is said."""
+
+
+def drift(model: PreTrainedModel) -> float:
+    """The largest relative difference between ranks of the norm of a weight that all have whole: nothing brings them together again,
+    and a kernel that sums in no fixed order takes them apart. Collective.
+    """
+    squares = [p.detach().double().square().sum() for p in model.parameters() if not getattr(p, DS_IS_REPLACED_MODULE, False)]
+    low = torch.stack(squares)
+    high = low.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    return float(((high - low) / high.clamp(min=1e-30)).max().sqrt())
+
+
 class TensorTrainer(FineTuneTrainer):
     """`FineTuneTrainer` whose ranks share every row and every matrix."""
 
@@ -82,6 +101,9 @@ class TensorTrainer(FineTuneTrainer):
         share_rotary_keys(self.model)
 
     def save_model(self, output_dir=None, _internal_call=False):
+        apart = drift(self.model)
+        if apart > DRIFT and self.args.should_save:
+            log.warning("note: weights that every rank has whole differ by %.1e between ranks; rank 0's are saved", apart)
         weights = whole_weights(self.model)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=weights)

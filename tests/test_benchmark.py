@@ -140,12 +140,12 @@ def test_a_planned_table_is_kept_where_it_is_said(tmp_path):
 
 @pytest.mark.ranks
 def test_strategies_that_run_learn_the_same_and_one_that_cannot_says_why(tmp_path):
-    done = cli("bench", "--strategies", "single,zero2,pipeline,zero3_bf16", "--repeats", "1", "--steps", "3", "--warmup", "1", cwd=tmp_path)
+    done = cli("bench", "--strategies", "single,zero2,pipeline,layer_split,zero3_bf16", "--repeats", "1", "--steps", "3", "--warmup", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
     folder = tmp_path / "runs/bench-quickstart"
     table = json.loads((folder / "table.json").read_text())
     rows = {row["strategy"]: row for row in table["rows"]}
-    assert all(len(rows[name]["runs"]) == 1 and rows[name]["off_by"] < 1e-5 for name in ("single", "zero2", "pipeline"))
+    assert all(len(rows[name]["runs"]) == 1 and rows[name]["off_by"] < 1e-5 for name in ("single", "zero2", "pipeline", "layer_split"))
     assert rows["pipeline"]["runs"][0]["tokens_per_second"] > 0 and "bf16 only" in rows["zero3_bf16"]["reason"]
     assert not list(folder.rglob("*.safetensors"))  # figures, no models
     assert "training: 4 steps" in (folder / "zero2-1.log").read_text()

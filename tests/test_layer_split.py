@@ -70,6 +70,7 @@ def test_the_ranks_environment_shows_all_its_cards():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("model.path=preset:tiny-v2", "method.kind=lora"),
                                    pytest.param(("model.path=preset:tiny-llama", "train.precision=bf16", "model.gradient_checkpointing=true"),
                                                 marks=pytest.mark.slow)], ids=["lora", "bf16"])  # fmt: skip
