@@ -8,7 +8,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 
 help:
 	@echo "make quickstart   install into .venv and train a tiny model, start to finish"
-	@echo "make test         install what the tests need and run them (CPU, offline, about 16 minutes on 2 cores)"
+	@echo "make test         install what the tests need and run them (CPU, offline, about 20 minutes on 2 cores)"
 	@echo "make test-all     the same with the slow ones"
 	@echo "make lint         ruff"
 

@@ -76,8 +76,8 @@ def whole_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
-DRIFT = 1e-4
-"""Relative difference between ranks, of a weight that all have whole, from which on it is said."""
+DRIFT = 1e-5
+"""Relative difference between ranks, of the norm of a weight that all have whole, from which on it is said."""
 
 
 def drift(model: PreTrainedModel) -> float:
@@ -89,7 +89,7 @@ def drift(model: PreTrainedModel) -> float:
     high = low.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    return float(((high - low) / high.clamp(min=1e-30)).max().sqrt())
+    return float(((high - low) / high.clamp(min=1e-30)).max() / 2)
 
 
 class TensorTrainer(FineTuneTrainer):
@@ -103,7 +103,7 @@ class TensorTrainer(FineTuneTrainer):
     def save_model(self, output_dir=None, _internal_call=False):
         apart = drift(self.model)
         if apart > DRIFT and self.args.should_save:
-            log.warning("note: weights that every rank has whole differ by %.1e between ranks; rank 0's are saved", apart)
+            log.warning("note: weights that every rank has whole differ between ranks, in their norms by up to %.1e; rank 0's are saved", apart)
         weights = whole_weights(self.model)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=weights)
