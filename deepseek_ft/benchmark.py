@@ -85,6 +85,11 @@ class Bench:
     note: str | None = None
     """What stands in for what was asked."""
 
+    @property
+    def single(self) -> Row | None:
+        """What efficiency and losses are held against."""
+        return next((row for row in self.rows if row.strategy == "single"), None)
+
     # ------------------------------------------------------------------------------------------------ for people
 
     def title(self) -> str:
@@ -110,7 +115,7 @@ class Bench:
         return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *body])])
 
     def _of_what_card(self) -> str:
-        single = next((row for row in self.rows if row.strategy == "single"), None)
+        single = self.single
         return ", of one that is large enough" if single is not None and single.planned and not single.planned.fits else ""
 
     def _head(self) -> list[str]:
@@ -121,7 +126,7 @@ class Bench:
         return [*head[:4], "planned", *head[4:]] if self.hardware.gpus else head
 
     def _cells(self, row: Row) -> list[str]:
-        single = next((r for r in self.rows if r.strategy == "single"), None)
+        single = self.single
         batch = f"{row.global_batch_size} = {row.micro_batch_size} x {row.grad_accum_steps} x {row.ranks}"
         memory, timing = (row.planned.memory, row.planned.timing) if row.planned else (None, None)
         host = _gib(memory.host_bytes if memory else None)
@@ -146,7 +151,7 @@ class Bench:
     # ---------------------------------------------------------------------------------------------- for programs
 
     def as_json(self) -> dict:
-        single = next((r for r in self.rows if r.strategy == "single"), None)
+        single = self.single
         return {
             "kind": "measured" if self.measured else "planned",
             "machine": self.hardware.describe(),
@@ -165,7 +170,8 @@ class Bench:
                     "off_by": row.off_by(single),
                     "planned": {
                         "tokens_per_second": row.planned.timing.tokens_per_second if row.planned.timing else None,
-                        "memory_bytes": row.planned.memory.gpu_bytes if row.planned.memory else None,
+                        "memory_bytes": (row.planned_bytes(bool(self.hardware.gpus)) if self.measured else
+                                         row.planned.memory.gpu_bytes if row.planned.memory else None),
                         "host_bytes": row.planned.memory.host_bytes if row.planned.memory else None,
                     } if row.planned else None,
                 }
@@ -250,7 +256,7 @@ def _said(error: DeepSeekFTError, name: str) -> str:
     return " ".join(str(error).split()).removeprefix(f"strategy {name} ")
 
 
-def _laid_out(config: Config, name: str, ranks: int, batch: int, steps: int) -> Config:
+def _laid_out(config: Config, name: str, ranks: int, batch: int, steps: int | None) -> Config:
     """The recipe under one strategy: the same batches, only trained, and every step told."""
     train = dataclasses.replace(
         config.train, max_steps=steps, global_batch_size=batch, grad_accum_steps=None, log_steps=1, eval_steps=None, save_steps=None
@@ -298,8 +304,7 @@ def predict(config: Config, hardware: Hardware, names: Sequence[str]) -> Bench:
     batch = accumulation_of(config, ranks) * micro * ranks
     rows = []
     for name in names:
-        laid = _laid_out(config, name, ranks, batch, config.train.max_steps or 1)
-        laid = dataclasses.replace(laid, train=dataclasses.replace(laid.train, max_steps=config.train.max_steps))
+        laid = _laid_out(config, name, ranks, batch, config.train.max_steps)
         try:
             plan = plan_run(laid, hardware, can_build_ops=True, force=True)
             reason = _short(plan) if plan.chosen.reasons else None

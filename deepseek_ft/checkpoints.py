@@ -288,6 +288,16 @@ def offload_folder(config: Config, run_dir: Path) -> Path:
     return Path(config.offload_dir, "_".join(run_dir.resolve().parts[1:]))
 
 
+@contextlib.contextmanager
+def offloaded_states(config: Config, run_dir: Path, used: bool) -> Iterator[None]:
+    """Inside, a run may keep states in `offload_folder`; afterwards, however it ended, they are gone. Checkpoints have copies."""
+    try:
+        yield
+    finally:
+        if used:
+            shutil.rmtree(offload_folder(config, run_dir), ignore_errors=True)
+
+
 def check_offload_dir(config: Config, needed_bytes: int) -> None:
     """
     Raises:

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import platform
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +93,8 @@ def finetune(
     if launched is not None:
         launch.adopt_rank_environment(config, plan)
         main = launch.is_main_rank()
-        with checkpoints.hold(run_dir) if main else contextlib.nullcontext():
+        with checkpoints.hold(run_dir) if main else contextlib.nullcontext(), \
+             checkpoints.offloaded_states(config, run_dir, main and plan.strategy.nvme):
             if main:
                 _announce(config, plan, run_dir, [*plan.notes, *notes])
             if not only_check:
@@ -105,7 +105,7 @@ def finetune(
                 launch.run_worker(["worker", "verify", task.to_json()], environment)
         return RunResult.load(run_dir)
 
-    with checkpoints.hold(run_dir):
+    with checkpoints.hold(run_dir), checkpoints.offloaded_states(config, run_dir, plan.strategy.nvme):
         _, launch_notes = launch.child_environment(config, plan, 1)
         _announce(config, plan, run_dir, [*plan.notes, *notes, *launch_notes])
         stages = ["verify"] if only_check else ["prepare", "train", "verify"]
@@ -153,7 +153,8 @@ def rehearse(config: Config, run_dir: Path, log_file: Path) -> RunResult:
     can_train(config, plan)
     _look_for_data(config)
     task = _Task(asked=config, config=_decided(config, plan), run_dir=run_dir, checkpoint=None, keep_model=False)
-    launch.run_stages(config, plan, ["prepare", "train"], task.to_json(), log_file=log_file)
+    with checkpoints.offloaded_states(config, run_dir, plan.strategy.nvme):
+        launch.run_stages(config, plan, ["prepare", "train"], task.to_json(), log_file=log_file)
     return RunResult.load(run_dir)
 
 
@@ -549,8 +550,6 @@ def train(task: _Task, plan: Plan) -> None:
         dist.barrier()
         dist.destroy_process_group()
     launch.stand_as_before(hidden)
-    if main and plan.strategy.nvme:  # the checkpoints have copies
-        shutil.rmtree(checkpoints.offload_folder(config, run_dir), ignore_errors=True)
     # Under a launcher this process starts the check next: give back the card and the host's memory first.
     del trainer, model, run_log
     gc.collect()

@@ -16,6 +16,7 @@ from deepseek_ft.checkpoints import (
     is_trained,
     newest_complete,
     offload_folder,
+    offloaded_states,
     saved_ranks,
     size_bytes,
     write_json,
@@ -167,6 +168,16 @@ def test_each_runs_offloaded_states_have_a_folder_of_their_own(tmp_path):
     one, two = (offload_folder(config, tmp_path / name) for name in ("a/run", "b/run"))
     assert one != two and one.parent == two.parent == tmp_path / "disk"
     assert offload_folder(load_config("quickstart"), tmp_path / "run") == tmp_path / "run/offloaded"
+
+
+def test_offloaded_states_go_however_a_run_ends(tmp_path):
+    config = load_config("quickstart", [f"offload_dir={tmp_path / 'disk'}"])
+    folder = offload_folder(config, tmp_path / "run")
+    for used in (True, False):
+        folder.mkdir(parents=True)
+        with pytest.raises(KeyboardInterrupt), offloaded_states(config, tmp_path / "run", used):
+            raise KeyboardInterrupt
+        assert folder.exists() != used
 
 
 def test_a_disk_that_has_no_room_or_cannot_be_written_is_said_before_the_run(tmp_path):

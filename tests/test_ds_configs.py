@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import BIN, ROOT, run
+from conftest import BIN, ROOT, needs_libaio, run
 
 from deepseek_ft.strategies import STRATEGIES
 
@@ -75,7 +75,8 @@ def test_with_a_plain_trainer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero2_offload", "zero2_offload_bf16", "zero3_offload", "zero3_offload_bf16", "zero3_offload_all", "zero3_warmup"])
+@pytest.mark.parametrize("name", ["zero2_offload", "zero2_offload_bf16", "zero3_offload", "zero3_offload_bf16", "zero3_offload_all", "zero3_warmup",
+                                  pytest.param("zero3_nvme", marks=needs_libaio)])
 def test_with_a_plain_trainer_and_deepspeeds_optimizer(name, tmp_path):
     """Builds DeepSpeed's Adam on the first call: minutes."""
     check(use([name], tmp_path), [name], tmp_path)

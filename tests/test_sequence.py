@@ -44,7 +44,7 @@ def test_two_cards_have_room_for_longer_rows_than_one():
     assert parts.global_batch_size == whole.global_batch_size and parts.timing.step_seconds > whole.timing.step_seconds
 
 
-def test_parts_of_a_batch_know_the_whole_rows_positions_and_each_tokens_next(monkeypatch):
+def test_parts_of_a_batch_know_the_whole_rows_positions_and_each_tokens_next():
     class Model:
         config = type("Config", (), {"_attn_implementation": "sdpa"})()
 
